@@ -110,24 +110,17 @@ class OriginalSetters(Setters):
 
     def set_model_parallel(self, flag: bool) -> None:
         """Shard the class weights over the ranks, or not: the prefix dist_ of ``head.loss_type``."""
-        if not isinstance(flag, bool):
-            raise OptionError(
-                f"set_model_parallel got {flag!r}; expected True or False: the class weights are sharded, as "
-                "by set_loss_type('dist_arcface')"
-            )
         self._model_parallel = flag
         name = self.options.get("head.loss_type").removeprefix("dist_")
         self.options.set("head.loss_type", "dist_" * flag + name)
 
     def set_distfc_attr(self, param_attr: Any = None, bias_attr: Any = None) -> None:
         """Accept the call of PLSC without attributes; raise OptionError that names the setters otherwise."""
-        if param_attr is not None:
+        if param_attr is not None or bias_attr not in (None, False):
             raise OptionError(
-                f"param_attr is {param_attr!r}, but attributes of PaddlePaddle are not supported; for the "
-                "class weights, use set_head_lr_factor and set_head_weight_decay"
+                f"param_attr is {param_attr!r}, bias_attr is {bias_attr!r}; classes have no bias, "
+                "and their weights have set_head_lr_factor and set_head_weight_decay"
             )
-        if bias_attr not in (None, False):
-            raise OptionError(f"bias_attr is {bias_attr!r}, but the classes have no bias; remove it")
 
     def set_input_info(self, input_holder: Sequence[Mapping[str, Any]]) -> None:
         """Set ``model.image_shape`` from PLSC's description of the inputs.

@@ -265,15 +265,7 @@ def margin_of(options: Config) -> Margin:
         arguments["scale"] = head.scale  # its default here differs from that of the margin classes
     if head.margin is not None and ("head.margin" in options.explicit or "margin" in has):
         arguments["margin"] = head.margin
-    try:
-        return build_margin(name, **arguments)
-    except OptionError as error:
-        chosen = [
-            path for path in ("head.loss_arguments", "head.margin", "head.scale") if path in options.explicit
-        ]
-        raise OptionError(
-            f"{error} (set: {', '.join(['head.loss_type ' + head.loss_type, *chosen])})"
-        ) from error
+    return build_margin(name, **arguments)
 
 
 def _class_margins(wanted: Mapping[str, Any], counts: Tensor | None) -> Tensor:

@@ -280,11 +280,9 @@ class Context:
     def weight(self, name: str) -> Tensor:
         """Return a parameter of the network, or with ``head.weight`` the class weights of this rank.
 
-        Raises OptionError for class weights in files, of which a step reads only its rows.
+        Class weights in files are a meta tensor: a step reads only its rows; see ``context.head.all_rows()``.
         """
         weight = self._parameter(name).detach()
-        if weight.is_meta:
-            raise OptionError(f"{name} is in files; read tiles of context.head.all_rows()")
         return decode_rows(weight) if name.startswith("head") else weight
 
     def gradient(self, name: str) -> Tensor | None:
