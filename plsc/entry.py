@@ -162,8 +162,8 @@ class Entry(OriginalSetters):
         """Add a parameter group with its own settings to ``optim.groups``.
 
         Args:
-            pattern: a name of parameters or modules with wildcards, ``type:`` and a module's class, or
-                ``re:`` and a regular expression; the first matching group is used.
+            pattern: a name of parameters or modules with wildcards, or ``type:`` and a module's class; the
+                first matching group is used.
             lr_factor: factor of the learning rate.
             weight_decay: weight decay; None: that of the run.
             l1_decay: L1 decay; None: that of the run.

@@ -97,38 +97,31 @@ def load_function(reference: str, option: str, setter: str) -> Callable[..., Any
     return function
 
 
-_TYPE, _REGEX = "type:", "re:"
+_TYPE = "type:"
 _SHOWN = 12
 
 
 def check_pattern(pattern: Any) -> str | None:
     """Return None for a valid pattern of `find_parameters`, else what was expected."""
     if not isinstance(pattern, str) or not pattern.strip():
-        return "a string such as 'stem', '*.bias', 'type:BatchNorm2d' or 're:stages\\..*'"
-    if pattern.startswith(_REGEX):
-        try:
-            re.compile(pattern.removeprefix(_REGEX))
-        except (re.error, OverflowError, RecursionError) as error:
-            return f"a regular expression after 're:' ({error})"
+        return "a string such as 'stem', '*.bias' or 'type:BatchNorm2d'"
     return None
 
 
 def find_parameters(pattern: str, network: nn.Module, option: str) -> list[str]:
-    r"""Return the names of the parameters that match a pattern, in the order of the network.
+    """Return the names of the parameters that match a pattern, in the order of the network.
 
     A pattern is one of
 
     - the name of a parameter (``neck.fc.weight``, ``*.bias``) or of a module, which selects all parameters in
       it (``stem``, ``stages.0``); with shell wildcards ``*``, ``?``, ``[ab]``, where ``*`` also matches dots;
     - ``type:`` and the class of a module, with the same wildcards (``type:BatchNorm*``): selects all
-      parameters in such modules;
-    - ``re:`` and a regular expression that matches the full name of a parameter (``re:stages\.[01]\..*``).
+      parameters in such modules.
 
     option: the option that holds the pattern, for the error. Raises OptionError, with similar names, if
     nothing matches.
     """
-    is_regex = pattern.startswith(_REGEX)
-    matches = re.compile(pattern.removeprefix(_REGEX) if is_regex else fnmatch.translate(pattern)).fullmatch
+    matches = re.compile(fnmatch.translate(pattern)).fullmatch
     labels = _label_parameters(network)
     matching = [name for name, own in labels.items() if any(map(matches, own))]
     if not matching:

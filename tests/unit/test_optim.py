@@ -252,11 +252,10 @@ PLAIN, FC = ["plain.0.weight", "plain.0.bias"], ["fc.weight", "fc.bias"]
         ("fc.weight", ["fc.weight"]),
         ("type:BatchNorm*", ["stem.1.weight", "stem.1.bias"]),
         ("type:Linear", PLAIN + FC),
-        ("re:(fc|stem\\.0)\\.b.*", ["stem.0.bias", "fc.bias"]),
         ("*", STEM + PLAIN + FC),
     ],
 )
-def test_patterns_match_names_modules_types_and_regular_expressions(pattern, names):
+def test_patterns_match_names_modules_and_types(pattern, names):
     assert find_parameters(pattern, Small(), "here") == names
 
 
@@ -305,7 +304,6 @@ def test_groups_are_split_without_decay_of_norms_and_biases_unless_they_set_a_de
     ("group", "noun"),
     [
         ({"patern": "neck"}, "pattern"),
-        ({"pattern": "re:("}, "regular expression"),
         ({"pattern": "fc", "lr_factor": 0}, "lr_factor"),
         ({"pattern": "fc", "lr": 0.1}, "optim.lr"),
         ({"pattern": "fc", "frozen": True, "weight_decay": 0.1}, "frozen"),
