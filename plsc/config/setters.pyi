@@ -320,8 +320,8 @@ class Setters:
     def set_callbacks(self, callbacks: str | Sequence[str]) -> None:
         """Set ``train.callbacks``: callbacks: gradient_norm (log the norm of the network's gradient),
         check_shape (print the shapes of parameters and outputs of each layer), check_content (also
-        values and statistics), profile (trace steps 6 to 15 with torch.profiler), or
-        'package.module:Class'; separated by commas, or a list. Default: ().
+        values and statistics), profile (trace steps 6 to 15 with torch.profiler); separated by commas,
+        or a list. Default: ().
         """
 
     def set_with_test(self, with_test: bool) -> None:

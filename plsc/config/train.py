@@ -10,6 +10,7 @@ from typing import Any
 
 from plsc.config.model import SHARDED
 from plsc.config.option import (
+    Check,
     Need,
     at_least,
     between,
@@ -34,15 +35,12 @@ def listed_names(value: str | Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, (part.strip() for part in parts))))
 
 
-def _loggers(value: str | tuple[str, ...]) -> str | None:
-    wrong = [name for name in listed_names(value) if name not in LOGGERS]
-    return f"any of {', '.join(LOGGERS)}{did_you_mean(wrong[0], LOGGERS)}" if wrong else None
+def _any_of(known: Sequence[str]) -> Check:
+    def check(value: str | tuple[str, ...]) -> str | None:
+        wrong = [name for name in listed_names(value) if name not in known]
+        return f"any of {', '.join(known)}{did_you_mean(wrong[0], known)}" if wrong else None
 
-
-def _callbacks(value: str | tuple[str, ...]) -> str | None:
-    wrong = [name for name in listed_names(value) if name not in CALLBACKS and not names_code(name)]
-    near = did_you_mean(wrong[0], CALLBACKS) if wrong else ""
-    return f"any of {', '.join(CALLBACKS)}, 'package.module:Class'{near}" if wrong else None
+    return check
 
 
 def _limit(value: int | float) -> str | None:
@@ -82,16 +80,15 @@ class TrainOptions:
         "jsonl",
         "where metrics are written: jsonl, tensorboard; separated by commas, or a list",
         "set_loggers(loggers)",
-        _loggers,
+        _any_of(LOGGERS),
     )
     callbacks: str | tuple[str, ...] = declare(
         (),
         "callbacks: gradient_norm (log the norm of the network's gradient), check_shape (print the shapes of "
         "parameters and outputs of each layer), check_content (also values and statistics), "
-        "profile (trace steps 6 to 15 with torch.profiler), or 'package.module:Class'; separated by "
-        "commas, or a list",
+        "profile (trace steps 6 to 15 with torch.profiler); separated by commas, or a list",
         "set_callbacks(callbacks)",
-        _callbacks,
+        _any_of(CALLBACKS),
     )
     with_test: bool = of_run(
         True, "evaluate val_targets and val_dir during training", "set_with_test(with_test)"

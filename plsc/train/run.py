@@ -24,7 +24,7 @@ from plsc.config import Config, Options
 from plsc.config.option import name_and_arguments
 from plsc.config.options import CHECKPOINT
 from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
-from plsc.errors import CheckpointError, OptionError, refusing, suggest
+from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import margin_arguments
@@ -32,7 +32,7 @@ from plsc.heads.weights import scale_bytes
 from plsc.inputs import split_sizes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
-from plsc.names import load_function, names_code
+from plsc.names import names_code
 from plsc.parallel.world import World
 from plsc.train.build import (
     build_scaler,
@@ -360,7 +360,7 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
             min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
         ),
         Progress(),
-        *map(named_callback, listed_names(train.callbacks)),
+        *(CALLBACKS[name]() for name in listed_names(train.callbacks)),
     ]
     run.world.log(folder.note)
     if loggers is not None:
@@ -368,20 +368,6 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     else:
         run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
     run.callbacks = Callbacks(callbacks, run.network)
-
-
-def named_callback(name: str) -> Callback:
-    """Return a callback of `train.callbacks`. Raises OptionError if a custom one cannot be made."""
-    if not names_code(name):
-        return CALLBACKS[name]()
-    create = load_function(name, "train.callbacks", "add_callback")
-    with refusing(
-        f"cannot create the callback {name}", "expected a subclass of plsc.Callback without arguments"
-    ):
-        callback = create()
-    if not isinstance(callback, Callback):
-        raise OptionError(f"train.callbacks has {name}, which makes no plsc.Callback")
-    return callback
 
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
