@@ -240,11 +240,10 @@ that end near chance, while the loss falls in both (docs/guide.md).
 _MOST_PATIENCE = 2000
 """Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
 _SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
-_PAGE = "see docs/guide.md"
 
 
 class LearningCheck(Callback):
-    """Warns, once per reason, if the embeddings are equal or collapse; the result is identical on all ranks.
+    """Warns, once, if the embeddings collapse; the result is identical on all ranks.
 
     Args:
         smallest: the smaller of the embedding size and the number of classes.
@@ -257,40 +256,29 @@ class LearningCheck(Callback):
         self._warmup_steps = warmup_steps
         self._patience = max(2 * warmup_steps, min(_MOST_PATIENCE, (total_steps or 2000) // 2))
         self._low_since: int | None = None
-        self._reported: set[str] = set()
+        self._is_reported = False
 
     def logged(self, context: Context) -> None:
-        """Log the warnings."""
+        """Log the warning."""
         batch = context.output.batch // context.options.train.micro_batches
         rank = context.metrics["effective_rank"]
         context.world.log(self.spread(context.step, rank, batch), logging.WARNING)
 
     def spread(self, step: int, effective_rank: float | None, batch: int) -> str | None:
-        """Return a warning if the embeddings of a batch are all equal or nearly collinear."""
-        if effective_rank is None or batch < 2:
-            return None
-        if effective_rank == 0 and "equal" not in self._reported:
-            self._reported |= {"equal", "collapsed"}
-            return (
-                f"at step {step} the network returns the same embedding for all {batch} images of the "
-                "batch; check for dead activations, weights that are all zero, or constant input images "
-                f"({_PAGE})"
-            )
-        is_low = effective_rank < COLLAPSED and step > self._warmup_steps
-        if not is_low:
+        """Return a warning if the embeddings of batches have been equal or nearly collinear for long."""
+        is_low = effective_rank is not None and effective_rank < COLLAPSED and step > self._warmup_steps
+        if not is_low or min(batch, self._smallest) < _SMALLEST_BATCH:
             self._low_since = None
             return None
         self._low_since = self._low_since or step
-        is_small = min(batch, self._smallest) < _SMALLEST_BATCH
-        is_early = step - self._low_since < self._patience
-        if is_small or is_early or "collapsed" in self._reported:
+        if step - self._low_since < self._patience or self._is_reported:
             return None
-        self._reported.add("collapsed")
+        self._is_reported = True
         return (
             f"the embeddings have collapsed since step {self._low_since}: their effective rank is "
-            f"{effective_rank:.1f} (8 or more in a good run), and the network will not separate unseen "
-            "classes even if the loss falls. Start again with a third of the rate, optim.clip_norm 5, "
-            f"or a longer warm-up ({_PAGE})"
+            f"{effective_rank:.1f} (8 or more in a good run; 0: all are equal), and the network will not "
+            "separate unseen classes even if the loss falls (see docs/guide.md). Start again with a third of "
+            "the rate, optim.clip_norm 5, or a longer warm-up"
         )
 
 

@@ -74,24 +74,6 @@ def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
     assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
 
 
-class Constant(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Parameter(torch.ones(8))
-
-    def build_network(self, input, label, is_train=True):
-        return self.embedding.expand(len(input), -1)
-
-
-def test_a_run_that_does_not_learn_says_so_once_in_its_first_epoch(tmp_path, messages):
-    data = write_dataset(tmp_path / "data", 10, 16)
-    given = {"train__batch_size": 8, "train__epochs": 2, "train__with_test": False, "optim__lr": 0.01}
-    run_training(options_for(data, tmp_path, **given), World.single(), UserParts(model=Constant()))
-    found = [text for text in messages if "returns the same embedding" in text]
-    assert len(found) == 1
-    assert messages.index(found[0]) < next(i for i, one in enumerate(messages) if "epoch 2/2 " in one)
-
-
 def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
     check = LearningCheck(64, warmup_steps=60, total_steps=200)
     assert all(check.spread(step, 1.5, 48) is None for step in range(10, 180, 10))
