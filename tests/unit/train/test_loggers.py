@@ -168,7 +168,9 @@ def test_wrong_loggers_raise_before_training(dataset, tmp_path, monkeypatch):
     ins = entry(dataset, tmp_path)
     with pytest.raises(OptionError, match="'tensorboard'"):
         ins.set_loggers("tensorbord")
-    monkeypatch.setitem(sys.modules, "tensorboard", None)  # Python then behaves as if it were not installed
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", None
+    )  # Python behaves as if it were not installed
     with pytest.raises(OptionError, match=r"pip install 'plsc-torch\[tensorboard\]'"):
         train(dataset, tmp_path / "run", "tensorboard")
     assert not list((tmp_path / "run").glob("0*"))
