@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,10 @@ class Conversion:
     layout: str = "plain"
 
     def __post_init__(self) -> None:
-        known = {"layout": (self.layout, DIVISORS), "graph": (self.graph or "none", PRECISIONS)}
+        known: dict[str, tuple[str, Collection[str]]] = {
+            "layout": (self.layout, DIVISORS),
+            "graph": (self.graph or "none", PRECISIONS),
+        }
         if self.graph is not None:
             known["precision"] = (self.precision, PRECISIONS.get(self.graph, [self.precision]))
         for name, (value, names) in known.items():
