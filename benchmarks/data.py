@@ -1,7 +1,7 @@
 """Speed of reading data: images into batches, and the partition of lines of base64.
 
     python benchmarks/data.py load build/load                  # JPEG files: plsc, Pillow in a DataLoader
-    python benchmarks/data.py load build/load --sources jpeg rec tar      # other formats, only with plsc
+    python benchmarks/data.py load build/load --sources jpeg rec          # other formats, only with plsc
     python benchmarks/data.py partition build/partition        # 1.3 GB, 200,003 lines; needs 6 GB of disk
     python benchmarks/data.py load build/load --quick          # to test the script; also partition --quick
 
@@ -122,7 +122,6 @@ SOURCES: dict[str, Callable[[Path, list[bytes]], Source]] = {
     "base64": write_as(""),
     "rec": write_as(".rec"),
     "parquet": write_as(".parquet"),
-    "tar": write_as(".tar"),
 }
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import tarfile
+from collections.abc import Iterable
 from pathlib import Path
 
+import fsspec
 import numpy as np
 from PIL import Image
 
@@ -47,6 +50,29 @@ def turn_images(root: Path) -> None:
     """Store each PNG below a folder as `photo` does, with the eight orientations in turn."""
     for number, path in enumerate(sorted(root.rglob("*.png"))):
         path.write_bytes(photo(Image.open(path), number % 8 + 1, "PNG"))
+
+
+def write_tar(location: str, samples: Iterable[tuple[bytes, int]]) -> int:
+    """Write a WebDataset of PNG images; return the number of samples."""
+    buffer, count = io.BytesIO(), 0
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for image, label in samples:
+            for suffix, content in (("png", image), ("cls", str(label).encode())):
+                entry = tarfile.TarInfo(f"{count:09d}.{suffix}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+            count += 1
+    with fsspec.open(location, "wb") as file:
+        file.write(buffer.getvalue())
+    return count
+
+
+def write_samples(location: str, samples: Iterable[tuple[bytes, int]]) -> int:
+    """Write samples in the format of the suffix; return their number."""
+    from plsc.data.writers import writer_of
+
+    write = write_tar if location.endswith(".tar") else writer_of(location)
+    return write(location, samples)
 
 
 def write_pair_file(path: Path, dataset: Path, pairs: int = 40, seed: int = 1) -> Path:

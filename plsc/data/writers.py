@@ -6,9 +6,6 @@ folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
-import io
-import json
-import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
@@ -37,16 +34,6 @@ _SCHEMA = pa.schema([pa.field("image", pa.binary(), nullable=False), pa.field("l
 # A reader decodes a whole row group per image, so small groups make random access cheap.
 _GROUP_ROWS = 1000
 _GROUP_BYTES = 32 * 2**20
-_SUFFIXES = {
-    b"\xff\xd8\xff": "jpg",
-    b"\x89PNG": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"II*\0": "tif",
-    b"MM\0*": "tif",
-    b"P5": "pgm",
-    b"P6": "ppm",
-}
 
 
 def write_recordio(location: str, samples: Samples) -> int:
@@ -103,43 +90,6 @@ def _table(images: list[bytes], labels: list[int]) -> pa.Table:
     return pa.table([pa.array(images, pa.binary()), pa.array(labels, pa.int64())], schema=_SCHEMA)
 
 
-def write_tar(location: str, samples: Samples, names: Mapping[int, str] | None = None) -> int:
-    """Write samples to a tar file (POSIX ustar), local or remote; return their number.
-
-    names: class names by label, written as ``class_name`` in a ``.json`` per sample. Raises DataError if the
-    file exists or cannot be written.
-    """
-    count = 0
-    with (
-        publishing(location) as file,
-        tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive,
-    ):
-        for image, label in samples:
-            key = f"{count:09d}"
-            _add(archive, f"{key}.{suffix_of(image)}", image)
-            _add(archive, f"{key}.cls", str(label).encode())
-            if names:
-                fields = {"label": label, "class_name": names[label]}
-                _add(archive, f"{key}.json", json.dumps(fields).encode())
-            count += 1
-    return count
-
-
-def suffix_of(image: bytes) -> str:
-    """Return the file suffix of an encoded image, from its first bytes; ``jpg`` if unknown."""
-    if image[:4] == b"RIFF" and image[8:12] == b"WEBP":
-        return "webp"
-    if image[4:11] == b"ftypavi":
-        return "avif"
-    return next((name for magic, name in _SUFFIXES.items() if image.startswith(magic)), "jpg")
-
-
-def _add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    archive.addfile(member, io.BytesIO(content))
-
-
 def write_base64(location: str, samples: Samples) -> int:
     """Write samples to a new folder of base64 lines, local or remote; return their number.
 
@@ -170,7 +120,6 @@ def _write_lines(file: BinaryIO, samples: Samples) -> int:
 WRITERS: dict[str, Write] = {
     ".rec": write_recordio,
     ".parquet": write_parquet,
-    ".tar": write_tar,
     "": write_base64,
 }
 """Writers by suffix; a name without suffix is a folder of base64 lines."""
@@ -199,9 +148,9 @@ class Conversion:
 def convert(location: str, destination: str, *, broken: str = "stop", **reading: Any) -> Conversion:
     """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 
-    Class names are kept in .parquet and .tar; other formats have no room for them. Both locations may be
-    fsspec URLs. Encoded images are copied unchanged. The destination appears when it is
-    complete; existing files are never overwritten.
+    Class names are kept in .parquet; other formats have no room for them. Both locations may be fsspec URLs.
+    Encoded images are copied unchanged. The destination appears when it is complete; existing files are never
+    overwritten.
 
     Args:
         reading: options of `open_source`.
@@ -218,7 +167,7 @@ def convert(location: str, destination: str, *, broken: str = "stop", **reading:
     source = open_source(location, **reading)
     done = Conversion()
     names = getattr(source, "class_names", None) or {}
-    has_room = write in (write_parquet, write_tar)
+    has_room = write is write_parquet
     done.lost_names = 0 if has_room else len(names)
     samples = _samples(source, broken, done)
     for name in names.values():
@@ -238,7 +187,7 @@ def describe(done: Conversion, destination: str) -> str:
     if done.lost_names:
         lines.append(
             f"note: the format has no room for the names of the {done.lost_names} classes; its labels are "
-            "numbers: write .parquet or .tar, or choose the numbers with label_map"
+            "numbers: write .parquet, or choose the numbers with label_map"
         )
     return "\n".join(lines)
 

@@ -21,8 +21,8 @@ from torchvision.datasets import ImageFolder
 
 from plsc.data.decode import decode_image
 from plsc.data.sources import Source, TorchDatasetSource, check_labels, open_source
-from plsc.data.writers import writer_of
 from plsc.errors import DataError
+from tests.images import write_samples
 
 COLOURS = [10, 90, 170, 250]
 LABELS = [0, 1, 1, 2]
@@ -64,7 +64,8 @@ def samples(folder: Path) -> list[tuple[bytes, int]]:
 def written(suffix: str) -> Callable[[Path], Source]:
     def make(folder: Path) -> Source:
         location = str(folder / f"train{suffix}")
-        assert writer_of(location)(location, samples(folder.parent / "images")) == len(LABELS)
+        folder.mkdir(exist_ok=True)
+        assert write_samples(location, samples(folder.parent / "images")) == len(LABELS)
         return open_source(location)
 
     make.__name__ = f"from_written_{suffix.removeprefix('.')}"
@@ -239,7 +240,7 @@ def test_concurrent_threads_read_the_same_as_one(source):
 @pytest.mark.parametrize("suffix", [".rec", ".parquet", ".tar"])
 def test_an_empty_image_is_named_when_it_is_read(tmp_path, suffix):
     location = str(tmp_path / f"a{suffix}")
-    writer_of(location)(location, [(b"image", 0), (b"", 1)])
+    write_samples(location, [(b"image", 0), (b"", 1)])
     source = open_source(location)
     with pytest.raises(DataError, match=f"^{re.escape(source.name(1))}: ") as caught:
         source[1]

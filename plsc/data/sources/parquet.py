@@ -126,7 +126,7 @@ def class_label_metadata(names: Sequence[str]) -> dict[str, str]:
     features = {"label": {"names": names, "_type": "ClassLabel"}}
     text = json.dumps({"info": {"features": features}})
     if len(text) * 3 // 2 > _MOST_METADATA:  # pyarrow writes it a second time in base64
-        raise DataError(f"the names of {len(names):,} classes are too long for a Parquet file; write a .tar")
+        raise DataError(f"the names of {len(names):,} classes are too long for a Parquet file; write a .rec")
     return {"huggingface": text}
 
 

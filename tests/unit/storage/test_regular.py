@@ -26,7 +26,6 @@ from plsc.data.partition.inputs import list_inputs
 from plsc.data.sources import ImageFolderSource, open_source
 from plsc.data.sources.columns import read_label_map
 from plsc.data.sources.image_folders import open_images
-from plsc.data.writers import writer_of
 from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.evaluate.templates import read_protocol
 from plsc.evaluate.verification import read_pair_list
@@ -35,6 +34,7 @@ from plsc.parallel.world import World
 from plsc.predict.embeddings import FORMAT, VERSION, open_embeddings, write_index, write_shard
 from plsc.storage.regular import FileName, Size, Text, read_record, read_regular
 from plsc.train.log import JsonLines
+from tests.images import write_samples
 from tests.roles import role_of_key
 from tests.unit.evaluate.test_templates import FILES
 
@@ -138,7 +138,7 @@ def listed_part(folder: Path) -> Case:
 def found(suffix: str) -> Callable[[Path], Case]:
     def make(folder: Path) -> Case:
         location = str(folder / f"train{suffix}")
-        writer_of(location)(location, [(b"image", 0), (b"other", 1)])
+        write_samples(location, [(b"image", 0), (b"other", 1)])
         return Case(Path(location), every_image(folder))
 
     make.__name__ = f"found_{suffix[1:]}"

@@ -165,7 +165,7 @@ KINDS = ("label.txt", "file_list.txt", "csv", "jsonl")
 COMMANDS = {
     "train": lambda place: ["train", "--data.dataset_dir", place],
     "partition": lambda place: ["data", "partition", "--nranks", "2", "--data_dir", place],
-    "convert": lambda place: ["data", "convert", place, f"{place}.tar"],
+    "convert": lambda place: ["data", "convert", place, f"{place}.rec"],
     "inspect": lambda place: ["data", "inspect", place],
 }
 
@@ -243,8 +243,8 @@ def test_the_keys_of_a_bucket_name_no_server_and_no_local_file(requests, tmp_pat
 def test_a_list_does_not_publish_a_file_that_is_no_image(tmp_path, text):
     (tmp_path / "key").write_text(text)
     place = dataset("label.txt", tmp_path / "set", str(tmp_path / "key"))
-    assert main(["data", "convert", str(place), str(tmp_path / "copy.tar")]) == 1
-    assert not (tmp_path / "copy.tar").exists()
+    assert main(["data", "convert", str(place), str(tmp_path / "copy.rec")]) == 1
+    assert not (tmp_path / "copy.rec").exists()
 
 
 def test_a_server_cannot_fill_the_memory_with_a_compressed_or_long_answer():
