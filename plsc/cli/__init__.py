@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -68,6 +69,10 @@ def _run(words: Sequence[str]) -> int:
         # Python flushes stdout again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return _report(PlscError(f"{error.filename!s:.60}... cannot be used: {error.strerror}"))
     return 0
 
 
