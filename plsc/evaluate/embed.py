@@ -17,7 +17,7 @@ from plsc.data.batch import Batch, BufferRing, copied_in_side_stream
 from plsc.data.loader import BatchReader, Recipe
 from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
-from plsc.errors import DataError, DistributedError
+from plsc.errors import DataError
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result
 from plsc.heads import Head
@@ -25,6 +25,7 @@ from plsc.heads.softmax import REPORTED, count_hits
 from plsc.machine import Counter
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import Arriving, class_range, sum_over_ranks
+from plsc.parallel.failure import on_every_rank, own_result
 from plsc.parallel.world import World
 
 
@@ -90,8 +91,8 @@ def embed_images(
             only its embeddings.
 
     Raises:
-        DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank.
-        DistributedError: another rank failed for a reason other than the data.
+        DataError: an image cannot be decoded, or its embedding is not finite; raised on every rank. With
+            several ranks also for any other failure, which it names.
     """
     rank, ranks = (world.rank, world.size) if world is not None else (0, 1)
     start, stop = class_range(len(images), rank, ranks)
@@ -126,7 +127,10 @@ def embed_images(
     with evaluating(model), torch.inference_mode():
         if world is None or world.size == 1:
             return embed_range()
-        return _share(world, embed_range, gather)
+        if not gather:
+            return own_result(world, f"embed {name}", embed_range, DataError)
+        parts_of_ranks = on_every_rank(world, f"embed {name}", embed_range, kind=DataError)
+        return np.concatenate([part for part in parts_of_ranks if len(part)])
 
 
 def embed_batches(
@@ -217,28 +221,6 @@ def _embed(model: nn.Module, input: Any, flip: bool) -> Tensor:
     if flip:
         embedding = embedding + model(input.flip(-1), None, False).float()
     return embedding
-
-
-def _share(world: World, embed_range: Callable[[], np.ndarray], gather: bool) -> np.ndarray:
-    """Return the parts of all ranks (`gather`) or that of this rank; if a rank fails, all ranks raise."""
-    error: Exception | None = None
-    part = np.empty((0, 0), np.float32)
-    try:
-        part = embed_range()
-    except Exception as caught:
-        error = caught
-    # A DataError is raised on all ranks; any other error is raised, with its traceback, on its own rank.
-    description = None if error is None else (isinstance(error, DataError), str(error) or repr(error))
-    gathered = world.all_gather_object((part if gather else None, description))
-    if error is not None:
-        raise error
-    for rank, (_, failure) in enumerate(gathered):
-        if failure is not None:
-            is_data_error, text = failure
-            if is_data_error:
-                raise DataError(text)
-            raise DistributedError(f"rank {rank} failed while embedding images: {text}")
-    return np.concatenate([part for part, _ in gathered if len(part)]) if gather else part
 
 
 @dataclass(frozen=True)

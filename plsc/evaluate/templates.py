@@ -431,12 +431,8 @@ def pool_templates(
         weights: factor of each embedding, [I].
 
     Raises:
-        DataError: an embedding is not finite, or the shapes do not match.
+        DataError: an embedding is not finite.
     """
-    if embeddings.ndim != 2 or not len(embeddings) == len(templates) == len(media):
-        raise DataError(
-            f"the embeddings have shape {list(embeddings.shape)} for {len(templates)} images of templates"
-        )
     order = np.lexsort([media, templates])
     template, medium = templates[order], media[order]
     new_template = np.diff(template, prepend=-1) != 0

@@ -155,10 +155,9 @@ def read_pair_list(
                 continue
             raise DataError(f"{shown(place)}:{number}: {problem}") from None
         flags.append(flag == b"1")
-    if not flags:
-        raise DataError(f"{shown(place)} contains no pairs; {_EXPECTED}")
-    if lfw is not None and lfw.pairs != len(flags):
-        raise DataError(f"{shown(place)} has {len(flags):,} pairs; its first line announces {lfw.pairs:,}")
+    if not flags or (lfw is not None and lfw.pairs != len(flags)):
+        wanted = _EXPECTED if lfw is None else f"its first line announces {lfw.pairs:,}"
+        raise DataError(f"{shown(place)} has {len(flags):,} pairs; {wanted}")
     base = root if is_url(root) else Path(root)
     images = ListedImages(base, paths, np.array(first_lines), title, is_named_by_list)
     images.check()

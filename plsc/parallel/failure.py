@@ -43,16 +43,23 @@ _LEAVE_SECONDS = 10.0  # how long the main thread may take to stop after a failu
 T = TypeVar("T")
 
 
-def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str = "") -> list[T]:
+def on_every_rank(
+    world: World,
+    doing: str,
+    action: Callable[[], T],
+    advice: str = "",
+    kind: type[PlscError] = CheckpointError,
+) -> list[T]:
     """Run ``action`` on every rank and return all results, in rank order. Collective.
 
     Args:
         doing: for the message, as in "rank 1: could not save /a/b: No space left on device".
         advice: appended to the message.
+        kind: of the error.
 
     Raises:
-        CheckpointError: on all ranks, if the action failed on any: the reason of the first failing rank, and
-            how many others failed.
+        CheckpointError, or kind: on all ranks, if the action failed on any: the reason of the first failing
+            rank, and how many others failed.
         DistributedError: the connection to another rank was lost.
     """
     result: T | None = None
@@ -73,13 +80,15 @@ def on_every_rank(world: World, doing: str, action: Callable[[], T], advice: str
     if len(failures) < world.size or len(set(failures.values())) > 1:
         more = f" and {len(failures) - 1} more" if len(failures) > 1 else ""
         reason = f"rank {rank}{more}: {reason}"
-    raise CheckpointError(f"{reason}; {advice}" if advice else reason) from cause
+    raise kind(f"{reason}; {advice}" if advice else reason) from cause
 
 
-def own_result(world: World, doing: str, action: Callable[[], T]) -> T:
+def own_result(
+    world: World, doing: str, action: Callable[[], T], kind: type[PlscError] = CheckpointError
+) -> T:
     """Run ``action`` on every rank and return this rank's own result; otherwise as `on_every_rank`."""
     results: list[T] = []
-    on_every_rank(world, doing, lambda: results.append(action()))
+    on_every_rank(world, doing, lambda: results.append(action()), kind=kind)
     return results[0]
 
 

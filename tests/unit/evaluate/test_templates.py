@@ -186,9 +186,8 @@ def test_unusable_embeddings_and_a_gallery_without_searched_subjects_raise_an_er
     embeddings, *_, lists, _ = write_protocol(tmp_path)
     infinite = embeddings.copy()
     infinite[17, 1] = np.inf
-    for rows, message in ((embeddings[1:], "shape"), (infinite, "image 17")):
-        with pytest.raises(DataError, match=message):
-            evaluate_templates(rows, read_protocol(tmp_path))
+    with pytest.raises(DataError, match="image 17"):
+        evaluate_templates(infinite, read_protocol(tmp_path))
     lines = [f"{template},{900 + template}\n" for template in lists["gallery_G2"]]
     (tmp_path / "ijbc_1N_gallery_G2.csv").write_text("TEMPLATE_ID,SUBJECT_ID\n" + "".join(lines))
     with pytest.raises(DataError, match="gallery G2"):

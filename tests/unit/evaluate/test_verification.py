@@ -291,7 +291,7 @@ def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(fol
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no pairs"),
+        (b"", "0 pairs"),
         (b"a.png b.png\n", r"list\.txt:1: .*'a\.png b\.png'"),
         (b"a.png b.png 1\nmy face.png b.png 1\n", r"list\.txt:2: .*blank"),
         (b"a.png b.png 1\n\na.png b.png 2\n", r"list\.txt:3: .*'a\.png b\.png 2'"),
