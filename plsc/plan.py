@@ -159,12 +159,11 @@ def _config_of(options: Mapping[str, Any]) -> Config:
     made.set_together(options)
     config = made.resolve()
     config.check_needs()
-    loss_type = config.head.loss_type
-    if config.head.class_num is None:
-        raise OptionError("head.class_num is not set, and a plan reads no data; set it")
-    if not loss_type.startswith("dist_"):
+    is_sharded = config.head.loss_type.startswith("dist_")
+    if config.head.class_num is None or not is_sharded or names_code(config.optim.optimizer):
         raise OptionError(
-            f"head.loss_type is {loss_type}; a plan supports only sharded heads (a loss dist_...)"
+            "a plan reads neither data nor your code: it needs head.class_num, a sharded head (a loss "
+            "dist_...), and an optimizer of torch"
         )
     return config
 
@@ -244,11 +243,6 @@ def _plan_backbone(options: Mapping[str, Any], ranks: int) -> PartPlan:
     optim, model, mode = config.optim, config.model, config.precision.mode
     parts, total = config.train.micro_batches, config.train.global_batch_size
     images = config.train.batch_size if total is None else -(-total // ranks)
-    if names_code(optim.optimizer):
-        raise OptionError(
-            f"optim.optimizer is {optim.optimizer!r}; a plan supports only built-in optimizers: choose the "
-            "one with the most similar states"
-        )
     make = functools.partial(
         build_model, model.name, model.emb_size, model.image_shape, model.dropout, model.neck
     )

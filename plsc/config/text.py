@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from plsc.config.options import Options, all_options, find_option
-from plsc.errors import OptionError, suggest
+from plsc.errors import OptionError
 
 _EXPECTED = "a YAML file with lines such as 'train:' and, indented below it, '  batch_size: 128'"
 _FLOAT, _TIMESTAMP = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
@@ -102,15 +102,12 @@ def _walk(loader: _Loader, name: str) -> list[tuple[str, Any, str]]:
     def add(prefix: str, key: yaml.Node, value: yaml.Node) -> None:
         place = f"{name}:{key.start_mark.line + 1}"
         path = f"{prefix}{key.value}"[:200]
-        if not prefix and "." not in path and path not in groups and isinstance(value, yaml.MappingNode):
-            raise OptionError(f"{place}: unknown group of options {path!r}; {suggest(path, groups)}")
-        if path not in groups:
-            found.append((path, loader.construct_object(value, deep=True), place))
-        elif isinstance(value, yaml.MappingNode):
+        is_empty = value.tag == "tag:yaml.org,2002:null"
+        if path in groups and isinstance(value, yaml.MappingNode):
             for inner, content in value.value:
                 add(f"{path}.", inner, content)
-        elif value.tag != "tag:yaml.org,2002:null":  # an empty group is fine: all its lines may be comments
-            raise OptionError(f"{place}: {path} is a group; expected {_EXPECTED}")
+        elif not (path in groups and is_empty):  # an empty group is fine: all its lines may be comments
+            found.append((path, loader.construct_object(value, deep=True), place))
 
     for key, value in content.value:
         add("", key, value)

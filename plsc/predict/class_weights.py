@@ -58,8 +58,6 @@ def grow_from_images(
     Raises OptionError, DataError or CheckpointError, and writes nothing then. See
     `plsc.checkpoint.classes.change_classes`.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise OptionError(f"grow is {count!r}; expected the number of new classes, 1 or more")
     manifest = read_manifest(source)
     data = manifest.options.get("data", {})
     saved = find_option("data.format_arguments").saved(data.get("format_arguments")) or {}

@@ -91,15 +91,16 @@ class ProtocolData:
     def __post_init__(self) -> None:
         if self.protocol not in PROTOCOLS:
             raise OptionError(f"the protocol is {self.protocol!r}; {suggest(self.protocol, PROTOCOLS)}")
-        for name, value in vars(self).items():
-            if value is not None and name not in ("protocol", *PROTOCOLS[self.protocol]):
-                takes = ", ".join(PROTOCOLS[self.protocol])
-                raise OptionError(f"{name} is not for the protocol {self.protocol!r}, which takes {takes}")
-        if self.protocol == "templates" and self.templates is None:
-            raise OptionError("the protocol 'templates' needs templates, the folder of the meta files")
-        is_list = self.pairs is not None and not self.pairs.endswith(".bin")
-        if self.protocol == "pairs" and not is_list and self.images is not None:
-            raise OptionError("images is the folder of a text list of pairs; a .bin file contains its images")
+        takes, problem = PROTOCOLS[self.protocol], ""
+        given = [name for name, value in vars(self).items() if value is not None and name != "protocol"]
+        if {*given} - {*takes}:
+            problem = f"takes {', '.join(takes)}, not {', '.join(given)}"
+        elif self.protocol == "templates" and self.templates is None:
+            problem = "needs templates, the folder of the meta files"
+        elif self.protocol == "pairs" and self.images and (self.pairs or ".bin").endswith(".bin"):
+            problem = "takes images for a text list of pairs; a .bin file contains its images"
+        if problem:
+            raise OptionError(f"the protocol {self.protocol!r} {problem}")
 
 
 Outcome = tuple[str, Result, Section]

@@ -75,26 +75,43 @@ from plsc.train.targets import HeldOutSet, Target, TestReader, load_targets, ope
 logger = logging.getLogger(__name__)
 
 
-def check_combinations(options: Config, ranks: int) -> None:
-    """Raise OptionError for options that contradict each other."""
+def check_combinations(options: Config, ranks: int, watches_layers: bool = False) -> None:
+    """Raise OptionError for options that contradict each other.
+
+    watches_layers: whether a callback of the user reads outputs of layers.
+    """
     options.check_needs()
-    excluded = {
+    optim, train, place, explicit = options.optim, options.train, options.checkpoint, options.explicit
+    own_tables = {"check_shape", "check_content"} & {*listed_names(train.callbacks)}
+    without_compile = {
         # Every batch norm would break the graph.
         "model.sync_batch_norm on several ranks": options.model.sync_batch_norm and ranks > 1,
         # torch.compile decides itself what is recomputed, and does not guarantee equal results.
         "memory.recompute": options.memory.recompute.strip() != "none",
-        "train.deterministic": options.train.deterministic,
+        "train.deterministic": train.deterministic,
         # Compiled code does not call the layers, nor the modules in the lists.
-        "train.callbacks check_shape or check_content": (
-            {"check_shape", "check_content"} & set(listed_names(options.train.callbacks))
-        ),
+        "callbacks that read layers, such as check_shape": own_tables or watches_layers,
         "precision.lists": options.precision.lists,
     }
-    for other, is_set in excluded.items() if options.speed.compile else ():
-        if is_set:
-            raise OptionError(f"speed.compile cannot be used with {other}; remove one of the two options")
+    is_compiled = options.speed.compile
+    pairs = {f"speed.compile and {one}": is_compiled and is_set for one, is_set in without_compile.items()}
+    # "last" may find no checkpoint.
+    is_resumed = place.load_dir not in (None, "last") or place.download_dir is not None
+    pairs["model.pretrained and a checkpoint to resume"] = is_resumed and "model.pretrained" in explicit
+    has_class_margins = options.head.class_margins is not None
+    pairs["head.margin and head.class_margins"] = has_class_margins and "head.margin" in explicit
+    total, product = train.global_batch_size, train.batch_size * ranks
+    if total is not None:
+        of_total = f"train.global_batch_size {total}"
+        # A run may resume on another number of ranks.
+        is_kept = "train.global_batch_size" in options.adopted or "train.batch_size" not in explicit
+        by_batch_size = f"{of_total} and train.batch_size {train.batch_size} (a global batch of {product})"
+        pairs[by_batch_size] = total != product and not is_kept
+        pairs[f"{of_total} and {ranks} ranks (expected at least {ranks})"] = total < ranks
+    for both, are_set in pairs.items():
+        if are_set:
+            raise OptionError(f"{both} exclude each other; change one of them")
     margin_of(options)
-    optim = options.optim
     is_custom = names_code(optim.optimizer)
     if not is_custom and (expected := check_named_arguments(optim.optimizer_arguments or {})):
         raise OptionError(f"optim.optimizer_arguments of {optim.optimizer}: expected {expected}")
@@ -102,29 +119,7 @@ def check_combinations(options: Config, ranks: int) -> None:
     for group in read_parameter_groups(optim.groups):
         # Settings that are also options of the run: torch validates only an optimizer's defaults.
         for name in group.arguments.keys() & set(takes):
-            try:
-                find_option(f"optim.{name}").checked(group.arguments[name])
-            except OptionError as error:
-                raise OptionError(f"parameter group {group.pattern!r}: {error}") from error
-    # "last" may find no checkpoint.
-    if "model.pretrained" in options.explicit and (
-        options.checkpoint.load_dir not in (None, "last") or options.checkpoint.download_dir is not None
-    ):
-        raise OptionError("model.pretrained is set, but the run resumes a checkpoint; set only one of them")
-    total = options.train.global_batch_size
-    if total is None:
-        return
-    product = options.train.batch_size * ranks
-    is_kept = "train.global_batch_size" in options.adopted  # the run may resume on another number of ranks
-    if "train.batch_size" in options.explicit and total != product and not is_kept:
-        raise OptionError(
-            f"train.global_batch_size is {total}, but train.batch_size {options.train.batch_size} on "
-            f"{ranks} rank{'s' * (ranks > 1)} is a global batch of {product}; set one of the two"
-        )
-    if total < ranks:
-        raise OptionError(
-            f"train.global_batch_size is {total}; expected at least {ranks}, the number of ranks"
-        )
+            find_option(f"optim.{name}").checked(group.arguments[name])
 
 
 Assign = Callable[[nn.Module], Assignment]
@@ -256,10 +251,6 @@ def margin_of(options: Config) -> Margin:
     head = options.head
     name = head.loss_type.removeprefix("dist_")
     has = margin_arguments(name)
-    if head.class_margins is not None and "margin" not in has:
-        raise OptionError(f"head.class_margins is set, but {name} has no single margin; use another loss")
-    if head.class_margins is not None and "head.margin" in options.explicit:
-        raise OptionError("head.margin and head.class_margins are both set; remove one of them")
     arguments = dict(head.loss_arguments or {})
     if "head.scale" in options.explicit or "scale" in has:
         arguments["scale"] = head.scale  # its default here differs from that of the margin classes

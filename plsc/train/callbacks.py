@@ -270,11 +270,9 @@ class Context:
     def layer_output(self, name: str) -> Tensor:
         """Return the output of a module for the batch of this rank, [b, ...], detached.
 
-        From after_forward to after_step; with micro-batches, of those computed so far. Raises OptionError
-        for a module that is not in `layers` of a callback that is due in this step.
+        From after_forward to after_step; with micro-batches, of those computed so far. Raises KeyError for a
+        module that is not in `layers` of a callback that is due in this step.
         """
-        if not self.current.layers.get(name):
-            raise OptionError(f"the output of {name!r} was not kept; add the callback with layers=[{name!r}]")
         return torch.cat(self.current.layers[name])
 
     def weight(self, name: str) -> Tensor:
@@ -320,13 +318,10 @@ class Context:
         }
 
     def _parameter(self, name: str) -> nn.Parameter:
-        modules = {"head.": self.head, "": self.network}
-        for prefix, module in modules.items():
-            with suppress(AttributeError):
-                if name.startswith(prefix):
-                    return module.get_parameter(name.removeprefix(prefix))
-        known = [prefix + key for prefix, one in modules.items() for key, _ in one.named_parameters()]
-        raise OptionError(f"there is no parameter {name!r}; {suggest(name, known)}")
+        with suppress(AttributeError):
+            if name.startswith("head."):
+                return self.head.get_parameter(name.removeprefix("head."))
+        return self.network.get_parameter(name)
 
 
 @dataclass

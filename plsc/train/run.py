@@ -250,9 +250,7 @@ def build_run(
 
     checkpoint: the checkpoint to resume; classes with names get their numbers from it.
     """
-    check_combinations(options, world.size)
-    if options.speed.compile and any(callback.layers for callback in user.callbacks):
-        raise OptionError("outputs of layers of a callback are not available with speed.compile")
+    check_combinations(options, world.size, any(callback.layers for callback in user.callbacks))
     if options.train.deterministic:
         _use_deterministic_algorithms(world.device)
     # The named or custom network; its parameters are assigned to groups, some are frozen.

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from plsc.config.option import shown_value
 from plsc.data.class_names import ClassNames
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
 from plsc.data.sources.base import class_names_of, first_and_last_class
-from plsc.errors import DataError, OptionError, refusing
+from plsc.errors import DataError, refusing
 from plsc.evaluate.embed import ClassificationResult, EvaluatedNetwork, ImagesOf, classify
 from plsc.evaluate.verification import VerificationResult, read_pair_list, verify
 from plsc.heads import Head
@@ -129,14 +128,9 @@ def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:
 
 def _read_targets(test_reader: TestReader, folder: str, names: str) -> list[Target]:
     """Return the pair files of a test reader. Raises OptionError for a wrong reader or result."""
-    if not callable(test_reader):
-        raise OptionError(
-            f"test_reader is {shown_value(test_reader)}; expected a function reader(dataset_dir, val_targets)"
-        )
-    result = test_reader(folder, names)
     expected = "expected ([(images, is_same), ...], names), as plsc.utils.jpeg_reader.test returns"
-    with refusing("cannot use the result of test_reader", expected):
-        pair_sets, set_names = result
+    with refusing("cannot use test_reader or its result", expected):
+        pair_sets, set_names = test_reader(folder, names)
         return [
             Target(name, list(arrays[0]), np.asarray(is_same, dtype=bool))
             for name, (arrays, is_same) in zip(set_names, pair_sets, strict=True)

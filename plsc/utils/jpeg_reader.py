@@ -13,7 +13,7 @@ from plsc.data.batch import to_input
 from plsc.data.decode import Image, ImageShape, decode_image
 from plsc.data.pairs import read_pairs
 from plsc.data.sources import LabelFileSource, check_labels
-from plsc.errors import DataError, OptionError, naming
+from plsc.errors import OptionError, naming
 
 Reader = Callable[..., Iterator[tuple[np.ndarray, int]]]
 LoadedPairs = tuple[list[np.ndarray], list[bool]]
@@ -78,8 +78,6 @@ def test(
     Returns the results of ``load_bin`` and the names. Raises DataError if a file is missing.
     """
     names = [name.strip() for name in datasets.split(",") if name.strip()]
-    if not names:
-        raise DataError(f"datasets is {datasets!r}; expected names such as 'lfw,cfp_fp'")
     return [load_bin(Path(data_dir) / f"{name}.bin", image_size) for name in names], names
 
 

