@@ -97,8 +97,7 @@ class SourceLoader:
         self.plan = plan
         self.rank = rank
         self.source = source
-        chosen, self.reason = choose_kind(source, recipe)
-        self.kind = kind or chosen
+        self.kind = kind or choose_kind(source, recipe)
         self.num_workers = num_workers
         shares_generators = self.kind == "threads" and num_workers > 0
         draws = _is_dataset(source) and not shares_generators
@@ -133,7 +132,7 @@ class SourceLoader:
         """Return a log message: how images are read, and why."""
         if self.num_workers == 0:
             return "data: images are read between the training steps (num_workers 0)"
-        return f"data: {self.num_workers} {self.kind} per rank load images in the background, {self.reason}"
+        return f"data: {self.num_workers} {self.kind} per rank load images in the background"
 
     def _named(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         for batch in batches:
@@ -160,16 +159,12 @@ def _is_dataset(source: Source) -> bool:
     return isinstance(inner, TorchDatasetSource)
 
 
-def choose_kind(source: Source, recipe: Recipe) -> tuple[str, str]:
-    """Return ``threads`` or ``processes``, and the reason for the log.
+def choose_kind(source: Source, recipe: Recipe) -> str:
+    """Return ``processes`` for a transform or Dataset of the user, otherwise ``threads``.
 
-    A transform or Dataset may draw from global random generators, which all threads share.
+    The user's code may draw from global random generators, which all threads share.
     """
-    if recipe.transform is not None:
-        return "processes", "because of your transform"
-    if _is_dataset(source):
-        return "processes", "because of your Dataset"
-    return "threads", "because there is no custom Python code in the data pipeline"
+    return "processes" if recipe.transform is not None or _is_dataset(source) else "threads"
 
 
 # A batch.

@@ -282,13 +282,6 @@ class BalancedPlan(_PlanByClass):
         walked = (epoch + 1) * self.quotas[classes] - (self._ends[classes] - positions)
         return self._images_at(classes, *np.divmod(walked, self._counts[classes]))
 
-    def describe(self) -> str:
-        """Return a log message."""
-        return (
-            f"order 'balanced': {self.quotas.min():,} to {self.quotas.max():,} images per class and epoch; "
-            f"all images are used within the first {(-(-self._counts // self.quotas)).max():,} whole epochs"
-        )
-
 
 @dataclass(frozen=True)
 class ClassesPlan(_PlanByClass):
@@ -371,16 +364,6 @@ class ClassesPlan(_PlanByClass):
         groups[np.flatnonzero(groups == least)[: unused(least)]] += 1
         ends = np.cumsum(groups)
         return order, ends, ends - groups, permutation(self.cycle_steps, hash_key(self.seed, _BATCHES), cycle)
-
-    def describe(self) -> str:
-        """Return a log message."""
-        return (
-            f"order 'classes': {self._per_batch:,} classes of {self.images_per_class} images per step; "
-            f"every image is used at least once per cycle of {self.cycle_steps:,} steps "
-            f"({-(-self.cycle_steps // self.steps_per_epoch):,} epochs); "
-            f"{np.sum(self._counts < self.images_per_class):,} of {len(self._counts):,} classes have fewer "
-            "images and repeat them"
-        )
 
 
 def shuffled(places: np.ndarray, counts: np.ndarray, keys: np.ndarray) -> np.ndarray:

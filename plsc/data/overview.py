@@ -13,7 +13,6 @@ from PIL import Image as PillowImage
 
 from plsc.data.decode import decode_whole
 from plsc.data.sources import Source
-from plsc.data.sources.base import class_names_of, first_and_last_class
 from plsc.errors import DataError, in_terminal, naming
 from plsc.machine import usable_cores
 from plsc.seeds import hash_key
@@ -30,7 +29,6 @@ class Overview:
         images_per_class: (lowest number, highest, number of classes in this range), by powers of 2.
         unused: number of class ids below the largest label without a sample.
         faults: names and faults of the first 20 broken samples.
-        first_and_last: see `first_and_last_class`, if classes have names.
     """
 
     samples: int
@@ -47,7 +45,6 @@ class Overview:
     pixels: list[tuple[str, int]] = field(default_factory=list)
     broken: int = 0
     faults: list[str] = field(default_factory=list)
-    first_and_last: str = ""
 
     def render(self) -> str:
         """Return the summary as lines of text."""
@@ -55,7 +52,6 @@ class Overview:
             f"samples          {self.samples}",
             f"classes          {self.classes} (largest label {self.largest_label}, "
             f"{self.unused} labels without samples)",
-            *([f"  {self.first_and_last}"] if self.first_and_last else []),
             f"images per class {self.fewest} to {self.most}, median {self.median:g}",
             "  images per class    classes",
         ]
@@ -95,9 +91,6 @@ def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> 
             for power in np.unique(powers).tolist()
         ],
     )
-    names = class_names_of(source)
-    if names is not None:
-        found.first_and_last = first_and_last_class(source, names)
     _decode_some(source, draw_indices(len(labels), checked, seed), found)
     return found
 

@@ -33,7 +33,6 @@ from plsc.data.sources.base import (
     Source,
     TorchDatasetSource,
     class_names_of,
-    first_and_last_class,
 )
 from plsc.data.sources.rows import Base64Source
 from plsc.errors import CheckpointError, DataError, OptionError
@@ -143,7 +142,6 @@ def open_training_data(
     source = cached(source, data.cache, recipe, data.num_workers, keeps_decoded=data.landmarks is not None)
     pin_memory = world.device.type == "cuda"
     loader = SourceLoader(source, plan, rank, recipe, num_workers=data.num_workers, pin_memory=pin_memory)
-    notes += [plan.describe()] if isinstance(plan, (BalancedPlan, ClassesPlan)) else []
     return TrainingData(loader, count, class_num, [*notes, loader.describe()], first, is_of_ranks, names)
 
 
@@ -340,11 +338,10 @@ def cached(source: Source, cache: str, recipe: Recipe, num_workers: int, keeps_d
     """Return a source with a cache, unless it is ``none``; see `data.cache`."""
     if (wanted := cache_place(cache)) is None:
         return source
-    kind, reason = choose_kind(source, recipe)
-    if kind == "processes" and num_workers:
+    if choose_kind(source, recipe) == "processes" and num_workers:
         raise OptionError(
-            f"data.cache '{cache}' works only with threads, but this run loads images with processes, "
-            f"{reason}; set data.num_workers to 0, or remove the cache"
+            f"data.cache '{cache}' works only with threads, but your transform or Dataset runs in processes; "
+            "set data.num_workers to 0, or remove the cache"
         )
     place, limit = wanted
     stored = MemoryCache(limit) if place == "memory" else DiskCache(Path(place), limit, len(source))
@@ -367,10 +364,7 @@ def count_named_classes(
     class_num, more = count_classes(source, class_num, is_strict, world, least=len(names or ()))
     if names is None:
         return class_num, None, notes + more
-    names = names.resized(class_num)
-    if getattr(source, "class_names", None) is not None:  # names are not only in the checkpoint
-        more.append(f"classes: {first_and_last_class(source, names)}")
-    return class_num, names, notes + more
+    return class_num, names.resized(class_num), notes + more
 
 
 def count_classes(

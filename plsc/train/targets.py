@@ -12,7 +12,7 @@ import numpy as np
 from plsc.data.class_names import ClassNames
 from plsc.data.order import spread
 from plsc.data.pairs import read_pairs
-from plsc.data.sources.base import class_names_of, first_and_last_class
+from plsc.data.sources.base import class_names_of
 from plsc.errors import DataError, refusing
 from plsc.evaluate.embed import ClassificationResult, EvaluatedNetwork, ImagesOf, classify
 from plsc.evaluate.verification import VerificationResult, read_pair_list, verify
@@ -190,7 +190,7 @@ def open_held_out(
             "fix the labels, or remove these images"
         )
     if own is None and class_names is not None:
-        world.log(f"data.val_dir: {first_and_last_class(source, class_names)}; its labels are class numbers")
+        world.log(f"data.val_dir: the labels in {place} are class numbers")
     chosen = spread(labels, batch, limit)
     return HeldOutSet(ImagesOf(source, chosen), labels[chosen])
 

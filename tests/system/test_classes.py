@@ -263,7 +263,7 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
     capsys.readouterr()
     losses, last = train(three, tmp_path / "saved", EPOCHS + 2, grown)
     said = capsys.readouterr().out
-    assert all(words in said for words in ("2 labels", "'b' (class 2)", "0 is 'a' (a/", "2 is 'b' (b/"))
+    assert all(words in said for words in ("2 labels", "'b' (class 2)"))
     assert names_in(last) == ["a", "c", "b"]
     by_number = with_label_file(three, tmp_path / "numbers", {"a": 0, "b": 2, "c": 1})
     assert train(by_number, tmp_path / "again", EPOCHS + 2, grown)[0] == losses

@@ -150,4 +150,4 @@ def test_labels_that_may_be_numbers_or_names_of_classes_are_refused(folders, tmp
         )
         with contextlib.nullcontext() if is_clear else pytest.raises(DataError, match=r"label 30 .*name"):
             ins.train()
-            assert any("3 is '" in text and "class numbers" in text for text in messages)
+            assert any("class numbers" in text for text in messages)

@@ -267,16 +267,6 @@ def class_names_of(source: Source) -> ClassNames | None:
     return ClassNames.of([*names.values()]).take(rows)
 
 
-def first_and_last_class(source: Source, names: ClassNames) -> str:
-    """Return number and name of the first and last class with samples, each with the location of a sample."""
-    labels = source.labels()
-    shown = (
-        f"{labels[index]} is '{names[labels.item(index)]}' ({source.name(index)})"
-        for index in (int(labels.argmin()), int(labels.argmax()))
-    )
-    return ", ".join(shown)
-
-
 class Ignored:
     """Counts what a listing of images leaves out: hidden names, and files of types that are not read."""
 

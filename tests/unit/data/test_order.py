@@ -141,13 +141,10 @@ def test_a_class_has_a_share_of_the_epoch_in_proportion_to_a_power_of_its_images
 
 
 @given(sizes, st.floats(0, 1), seeds)
-def test_balanced_epochs_use_the_images_of_a_class_equally_often_and_all_in_the_epochs_of_the_log(
-    counts, balance, seed
-):
+def test_balanced_epochs_use_the_images_of_a_class_equally_often_and_all_of_them(counts, balance, seed):
     plan = balanced(counts, balance, seed=seed)
     present = np.unique(plan.labels, return_counts=True)[1]
     epochs = int(np.ceil(present / plan.quotas).max())
-    assert f"within the first {epochs} whole epochs" in plan.describe()
     used = np.zeros(len(plan.labels), np.int64)
     for epoch in range(epochs):
         used += np.bincount(plan.samples_at(epoch, np.arange(len(used))), minlength=len(used))
@@ -177,7 +174,6 @@ def test_every_batch_has_different_classes_of_k_images_each(make, epoch):
 @given(class_plans(), st.integers(0, 3))
 def test_every_cycle_of_batches_uses_every_image(make, cycle):
     plan = make()
-    assert f"per cycle of {plan.cycle_steps} steps" in plan.describe()
     steps = np.arange(cycle * plan.cycle_steps, (cycle + 1) * plan.cycle_steps)
     batches = [plan.global_indices(*divmod(int(step), plan.steps_per_epoch)) for step in steps]
     assert set(np.concatenate(batches)) == set(range(len(plan.labels)))
