@@ -143,12 +143,12 @@ class DataOptions:
     order: str | dict[str, Any] = of_run(  # noqa: RUF009
         "global",
         "order of the samples: global (all shuffled), block (blocks of neighbours shuffled), "
-        "sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced (small classes "
+        "sequential, balanced (small classes "
         "more often), or classes (images_per_class images of each class in a batch); or a mapping with name "
         f"and arguments: {described_fields(OrderArguments)}",
         "set_order(order, **arguments)",
         with_arguments(
-            one_of("global", "block", "sequential", "rank_files", "balanced", "classes"),
+            one_of("global", "block", "sequential", "balanced", "classes"),
             OrderArguments,
             ORDER_ARGUMENTS,
         ),

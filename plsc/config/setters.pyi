@@ -155,12 +155,12 @@ class Setters:
 
     def set_order(self, order: str | dict[str, Any], **arguments: Any) -> None:
         """Set ``data.order``: order of the samples: global (all shuffled), block (blocks of neighbours
-        shuffled), sequential, rank_files (rank r reads file r of file_list.txt, shuffled), balanced
-        (small classes more often), or classes (images_per_class images of each class in a batch); or a
-        mapping with name and arguments: balance (balanced: share of a class of n images in an epoch, in
-        proportion to n^balance; 0: equal; 1: as in the data); images_per_class (classes: images of each
-        class in a global batch); block_samples (block: neighbouring samples per block); pool_samples
-        (block: samples that are shuffled together). Default: 'global'.
+        shuffled), sequential, balanced (small classes more often), or classes (images_per_class images
+        of each class in a batch); or a mapping with name and arguments: balance (balanced: share of a
+        class of n images in an epoch, in proportion to n^balance; 0: equal; 1: as in the data);
+        images_per_class (classes: images of each class in a global batch); block_samples (block:
+        neighbouring samples per block); pool_samples (block: samples that are shuffled together).
+        Default: 'global'.
         """
 
     def set_cache(self, where: str) -> None:

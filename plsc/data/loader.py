@@ -51,7 +51,6 @@ class Recipe:
     Attributes:
         bad_images: ``stop`` or ``skip``.
         class_num: samples with labels outside 0..class_num - 1 are bad; None disables the check.
-        first_sample: offset added to the index of a sample wherever randomness depends on it.
         seed_reading: seed the global generators for each sample, for a source that draws from them. Not in
             threads, which share these generators.
         example: the `BaseModel.example_input` of a network that takes no images; None: images.
@@ -63,7 +62,6 @@ class Recipe:
     transform: Transform | None = None
     bad_images: str = "stop"
     class_num: int | None = None
-    first_sample: int = 0
     seed_reading: bool = False
     example: Input | None = None
 
@@ -224,8 +222,7 @@ class BatchReader:
         else:
             batch.images = torch.stack(floats) if floats else images[: len(used)]
             if self.recipe.augmentation.flip:
-                keys = np.array(used, np.int64) + self.recipe.first_sample
-                mirrored = are_mirrored(self.recipe.seed, epoch, keys)
+                mirrored = are_mirrored(self.recipe.seed, epoch, np.array(used, np.int64))
                 batch.mirrored = torch.from_numpy(mirrored) if mirrored.any() else None
         batch.labels = torch.tensor(labels, dtype=torch.int64)
         batch.names = SampleNames(used, self.source)
@@ -249,14 +246,13 @@ class BatchReader:
     ) -> torch.Tensor | None:
         """Augment the pixels in ``out`` or the float image, without the flip; return a float image."""
         recipe = self.recipe
-        key = recipe.first_sample + index
-        draws = Draws(recipe.seed, epoch, key)
+        draws = Draws(recipe.seed, epoch, index)
         pixels = out if image is None else image.numpy().transpose(1, 2, 0)
         with naming(self.source.name, index):  # an error in the transform, not in the image: never skipped
             augment(pixels, recipe.augmentation, draws)
             if recipe.transform is None:
                 return image
-            result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=key)
+            result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=index)
         if result.dtype != torch.uint8:
             return result
         np.copyto(out, result.permute(1, 2, 0).numpy())
@@ -266,8 +262,7 @@ class BatchReader:
         try:
             if not self.recipe.seed_reading:
                 return self.source[index]
-            key = self.recipe.first_sample + index
-            with IsolatedRandom(hash_key(self.recipe.seed, epoch, key, Operation.READ)).active():
+            with IsolatedRandom(hash_key(self.recipe.seed, epoch, index, Operation.READ)).active():
                 return self.source[index]
         except DataError as error:
             return error

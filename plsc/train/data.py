@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from plsc.config.data import AugmentationArguments, cache_place
 from plsc.config.option import name_and_arguments, read_arguments, shown_value
 from plsc.data.augment import Augmentation, Transform
 from plsc.data.class_names import ClassNames
-from plsc.data.files import read_file_list
 from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan
 from plsc.data.reader import ReaderLoader
@@ -34,12 +33,9 @@ from plsc.data.sources.base import (
     TorchDatasetSource,
     class_names_of,
 )
-from plsc.data.sources.rows import Base64Source
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.inputs import Input
-from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.seeds import hash_key
 from plsc.storage.urls import shown
 
 # Labels that imply more classes than both limits are rejected as a likely typo.
@@ -63,7 +59,6 @@ class TrainingData:
         num_samples: number of samples, None if unknown.
         class_num: number of classes.
         notes: log lines about the data.
-        first_sample: index of this rank's first sample, if each rank reads only its own part.
         is_of_ranks: whether the samples of a step depend on the number of ranks.
         class_names: names of the classes, if they have any.
     """
@@ -72,18 +67,16 @@ class TrainingData:
     num_samples: int | None
     class_num: int
     notes: list[str]
-    first_sample: int = 0
     is_of_ranks: bool = False
     class_names: ClassNames | None = None
 
-    def count_images(self, world: World) -> Tensor | None:
-        """Return the images per class, int64 [C]; None for a generator reader. A collective."""
+    def count_images(self) -> Tensor | None:
+        """Return the images per class, int64 [C]; None for a generator reader."""
         if isinstance(self.loader, ReaderLoader):
             return None
         labels = self.loader.source.labels()
         is_good = (labels >= 0) & (labels < self.class_num)
-        counts = torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
-        return sum_over_ranks(counts.to(world.device), world.head_group).cpu() if self.is_of_ranks else counts
+        return torch.from_numpy(np.bincount(labels[is_good], minlength=self.class_num))
 
 
 def open_training_data(
@@ -95,7 +88,7 @@ def open_training_data(
     checkpoint: OpenedCheckpoint | None = None,
     example: Input | None = None,
 ) -> TrainingData:
-    """Return the training data and its loader; a collective.
+    """Return the training data and its loader.
 
     checkpoint: the checkpoint that the run resumes. example: the example input of a network that takes no
     images. Raises OptionError, DataError or CheckpointError.
@@ -108,25 +101,17 @@ def open_training_data(
         return _open_generator(options, world, reader, transform, global_batch, checkpoint, example)
 
     source: Source
-    is_of_ranks = data.order == "rank_files"  # each rank reads its own part, in its own order
-    if is_of_ranks:
-        _check_rank_files(reader, data.landmarks, global_batch, world.size)
-        source = open_rank_source(data.dataset_dir, world, data.allowed)
-    elif reader is not None:
+    if reader is not None:
         check_no_landmarks(data.landmarks, "a reader")
         source = TorchDatasetSource(reader)
     else:
         source = open_labelled(data.dataset_dir, data.format_arguments, data.landmarks, is_strict)
     check_save_dir(source, options.checkpoint.save_dir)
-    class_num, names, notes = count_named_classes(
-        source, checkpoint, options.head.class_num, is_strict, world if is_of_ranks else None
-    )
-    order, batch, ranks, rank, first = data.order, global_batch, world.size, world.rank, 0
-    if is_of_ranks:
-        order, batch, ranks, rank, first = "global", batch // ranks, 1, 0, rank * len(source)
-        seed = hash_key(seed, world.rank)
+    class_num, names, notes = count_named_classes(source, checkpoint, options.head.class_num, is_strict)
     limit = options.train.limit_train_batches
-    plan = plan_of(source, order, batch, ranks, seed, last_batch=data.last_batch, limit=limit)
+    plan = plan_of(
+        source, data.order, global_batch, world.size, seed, last_batch=data.last_batch, limit=limit
+    )
     recipe = Recipe(
         options.model.image_shape,
         options.train.seed,
@@ -134,15 +119,15 @@ def open_training_data(
         transform,
         data.bad_images,
         class_num,
-        first,
         example=example,
     )
-    count = len(source) * (world.size if is_of_ranks else 1)
     # What is aligned is small, and aligned only once.
     source = cached(source, data.cache, recipe, data.num_workers, keeps_decoded=data.landmarks is not None)
     pin_memory = world.device.type == "cuda"
-    loader = SourceLoader(source, plan, rank, recipe, num_workers=data.num_workers, pin_memory=pin_memory)
-    return TrainingData(loader, count, class_num, [*notes, loader.describe()], first, is_of_ranks, names)
+    loader = SourceLoader(
+        source, plan, world.rank, recipe, num_workers=data.num_workers, pin_memory=pin_memory
+    )
+    return TrainingData(loader, len(source), class_num, [*notes, loader.describe()], class_names=names)
 
 
 def _augmentation(flip: bool, arguments: Mapping[str, Any] | None) -> Augmentation:
@@ -208,7 +193,7 @@ def _open_generator(
     names, notes = number_classes(None, checkpoint)
     names = None if names is None else names.resized(class_num)
     notes.append(loader.describe())
-    return TrainingData(loader, num_samples, class_num, notes, 0, loader.shards_itself, names)
+    return TrainingData(loader, num_samples, class_num, notes, loader.shards_itself, names)
 
 
 def open_labelled(
@@ -263,66 +248,6 @@ def plan_of(
     return kind(**shape, order=name, labels=source.labels(), **limits, **arguments)
 
 
-def _check_rank_files(reader: Any, landmarks: str | None, global_batch: int, ranks: int) -> None:
-    check_no_landmarks(landmarks, "data.order 'rank_files'")
-    if reader is not None:
-        raise OptionError(
-            "data.order 'rank_files' reads the files in file_list.txt, so it cannot be used with a reader; "
-            "remove one of them"
-        )
-    if global_batch % ranks:
-        raise OptionError(
-            f"data.order 'rank_files' needs the same batch size on every rank, but the global batch size "
-            f"{global_batch} is not a multiple of {ranks} ranks"
-        )
-
-
-def open_rank_source(data_dir: str, world: World, allowed: Sequence[str] = ()) -> Source:
-    """Return the source of this rank's part, the r-th entry of ``data_dir/file_list.txt``; a collective.
-
-    The parts of other ranks need not be on this machine. Raises DataError on all ranks if there is not one
-    part per rank, if a part cannot be opened, or if the parts have different numbers of samples.
-    """
-    source: Source | None = None
-    problem = ""
-    try:
-        source = _open_part(data_dir, _own_part(data_dir, world, allowed))
-    except DataError as error:
-        problem = str(error)
-    everywhere = world.all_gather_object((0 if source is None else len(source), problem))
-    for rank, (_, text) in enumerate(everywhere):
-        if text:
-            raise DataError(f"rank {rank}: {text}")
-    counts = [count for count, _ in everywhere]
-    few, many = counts.index(min(counts)), counts.index(max(counts))
-    if counts[few] != counts[many] or source is None:
-        raise DataError(
-            f"data.order 'rank_files' needs the same number of samples on every rank, but rank {few} has "
-            f"{counts[few]} and rank {many} has {counts[many]}; partition the data again for {world.size} "
-            "ranks, or use another order"
-        )
-    return source
-
-
-def _open_part(data_dir: str, part: str) -> Source:
-    """Return the source of one part: base64 lines, unless its suffix indicates another format."""
-    is_plain_text = Path(part).suffix.lower() in ("", ".txt", ".b64", ".base64", ".tsv")
-    if is_plain_text and not Path(part).is_dir():
-        return Base64Source(data_dir, files=[part])
-    return open_source(part)
-
-
-def _own_part(data_dir: str, world: World, allowed: Sequence[str]) -> str:
-    parts = read_file_list(data_dir, allowed=allowed, must_exist=False)
-    if len(parts) != world.size:
-        raise DataError(
-            f"data.order 'rank_files' needs one part per rank, but {data_dir}/file_list.txt lists "
-            f"{len(parts)} parts for {world.size} ranks; start {len(parts)} ranks, or partition the data "
-            "again"
-        )
-    return parts[world.rank]
-
-
 def check_save_dir(source: Source, save_dir: str) -> None:
     """Raise OptionError if the save folder would become a class folder of the dataset."""
     if not isinstance(source, ImageFolderSource) or isinstance(source.root, str):
@@ -353,40 +278,36 @@ def count_named_classes(
     checkpoint: OpenedCheckpoint | None,
     class_num: int | None,
     is_strict: bool,
-    world: World | None = None,
 ) -> tuple[int, ClassNames | None, list[str]]:
     """Return the number of classes, their names or None, and notes about the labels.
 
-    Numbers the classes as in the checkpoint, unless each rank has a different part of them. The other
-    arguments are those of `count_classes`.
+    Numbers the classes as in the checkpoint. The other arguments are those of `count_classes`.
     """
-    names, notes = number_classes(source if world is None else None, checkpoint)
-    class_num, more = count_classes(source, class_num, is_strict, world, least=len(names or ()))
+    names, notes = number_classes(source, checkpoint)
+    class_num, more = count_classes(source, class_num, is_strict, least=len(names or ()))
     if names is None:
         return class_num, None, notes + more
     return class_num, names.resized(class_num), notes + more
 
 
 def count_classes(
-    source: Source, class_num: int | None, is_strict: bool, world: World | None = None, least: int = 0
+    source: Source, class_num: int | None, is_strict: bool, least: int = 0
 ) -> tuple[int, list[str]]:
     """Return the number of classes, at least `least`, and notes about the labels.
 
-    class_num: as set by the user, or None. is_strict: a label out of range raises DataError. world: set it
-    if each rank has a different part of the labels.
+    class_num: as set by the user, or None. is_strict: a label out of range raises DataError.
     """
-    world = world or World.single()
-    count = len(source) * world.size
+    count = len(source)
     if not count:
         raise DataError("the dataset contains no samples; check data.dataset_dir")
     labels = source.labels()
-    (highest,) = world.all_reduce_max(int(labels.max()))
+    highest = int(labels.max())
     largest = max(highest, least - 1)
     if class_num is None and highest >= max(_MANY_CLASSES, _MUCH_EMPTIER * count, least):
-        where = f" at {source.name(int(labels.argmax()))}" if labels.max() == largest else ""
+        where = source.name(int(labels.argmax()))
         raise OptionError(
-            f"the label {largest}{where} would mean {largest + 1:,} classes for {count:,} images, which is "
-            f"likely a typo; fix the label, or confirm with head.class_num {largest + 1}"
+            f"the label {largest} at {where} would mean {largest + 1:,} classes for {count:,} images, which "
+            f"is likely a typo; fix the label, or confirm with head.class_num {largest + 1}"
         )
     class_num = class_num or largest + 1
     if class_num < 2:
@@ -400,8 +321,6 @@ def count_classes(
     notes = []
     if is_bad.any():
         notes.append(f"note: {is_bad.sum()} samples have labels outside 0..{class_num - 1}")
-    if world.size > 1:  # a class without images on this rank may have images on another one
-        return class_num, notes
     counts = np.bincount(labels[~is_bad], minlength=class_num)
     notes.append(
         f"images per class: least {counts.min():,}, median {np.median(counts):,g}, most {counts.max():,}"

@@ -278,7 +278,7 @@ def build_run(
     total_steps = options.train.steps or length.until(options.train.epochs)
     options = with_rate(options, global_batch, total_steps)
     # For example a plsc.heads.ShardedHead and its RowSGD.
-    counts = None if options.head.class_margins is None else data.count_images(world)
+    counts = None if options.head.class_margins is None else data.count_images()
     head, rows = build_trained_head(options, data.class_num, world, counts)
     # DDP with summed instead of averaged gradients; the network itself on a single rank.
     # A smaller last batch is not compiled: each size takes minutes.

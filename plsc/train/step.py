@@ -218,7 +218,7 @@ class Step:
         if self._run.samples.layers == 0:
             return None
         if isinstance(batch.names, SampleNames):
-            numbers = torch.tensor(batch.names.samples, dtype=torch.int64) + data.first_sample
+            numbers = torch.tensor(batch.names.samples, dtype=torch.int64)
         elif isinstance(data.loader, ReaderLoader):
             numbers = data.loader.positions(len(batch.labels))
         else:

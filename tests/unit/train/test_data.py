@@ -26,7 +26,6 @@ from plsc.train.data import (
     NO_AUGMENTATION,
     count_classes,
     open_labelled,
-    open_rank_source,
     open_training_data,
 )
 from plsc.train.run import run_training
@@ -137,41 +136,9 @@ def test_every_sample_of_a_reader_is_trained_once_an_epoch(tmp_path, monkeypatch
     assert sorted(labels) == list(range(24))
 
 
-class OneOf:
-    """The world of one rank of several, which the others answer with what is in `answers`."""
-
-    def __init__(self, rank, size, answers):
-        self.rank, self.size, self.answers = rank, size, answers
-
-    def all_gather_object(self, value):
-        return [value if rank == self.rank else other for rank, other in enumerate(self.answers)]
-
-
-@pytest.fixture
-def parts(tmp_path):
-    """Three parts of unlike counts; the last one is on another machine."""
-    for part, per_class in enumerate((2, 3)):
-        write_dataset(tmp_path / f"part-{part}", classes=2, per_class=per_class)
-    (tmp_path / "file_list.txt").write_text("part-0\npart-1\npart-2\n")
-    return tmp_path
-
-
-def test_what_one_rank_cannot_open_all_ranks_tell(parts):
-    with pytest.raises(DataError, match=r"^rank 2: .*part-2 does not exist"):
-        open_rank_source(str(parts), OneOf(2, 3, [(4, "")] * 3))
-    with pytest.raises(DataError, match=r"^rank 1: it is gone"):
-        open_rank_source(str(parts), OneOf(0, 3, [(4, ""), (0, "it is gone"), (4, "")]))
-
-
-def test_another_number_of_parts_than_ranks_is_refused(parts):
-    with pytest.raises(DataError, match="lists 3 parts for 2 ranks; start 3 ranks"):
-        open_rank_source(str(parts), OneOf(0, 2, [(4, "")] * 2))
-
-
 @pytest.mark.parametrize(
     ("how", "noun"),
     [
-        ({"reader": [(blur, 1)], "data__order": "rank_files"}, "rank_files"),
         ({"reader": reader, "transform": blur, "head__class_num": 4}, "generator"),
         ({"reader": reader}, r"head\.class_num"),
         ({"reader": lambda: iter(()), "data__order": "balanced", "head__class_num": 4}, "labels"),
@@ -182,20 +149,6 @@ def test_another_number_of_parts_than_ranks_is_refused(parts):
 def test_what_does_not_go_together_is_refused(how, noun, dataset):
     with pytest.raises(OptionError, match=noun):
         feed(dataset, **how)
-
-
-def test_rank_files_need_an_even_batch():
-    options = Options()
-    options.set("data.order", "rank_files")
-    with pytest.raises(OptionError, match="multiple of 2 ranks"):
-        open_training_data(options, replace(ALONE, size=2), None, None, 7)
-
-
-def test_ranks_with_files_of_their_own_read_each_sample_once(parts):
-    (parts / "file_list.txt").write_text("part-1\n")
-    made = feed(parts, data__order="rank_files", data__last_batch="keep")
-    assert made.num_samples == 6
-    assert len(set(names(made))) == 6
 
 
 def test_a_dataset_without_samples_is_refused_in_one_line():
