@@ -84,13 +84,12 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
     max_bytes: most bytes of all files; by default 100 times those of the archive.
     """
     _check_suffix(location)
-    done = Packed(0, 0)
-    size, whole = fingerprint_of(location).size, hashlib.sha256()
+    done, sums, whole = Packed(0, 0), hashlib.sha256(), hashlib.sha256()
+    size = fingerprint_of(location).size
     with (
         streamed(location) as file,
         pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd") as decompressed,
         publishing_folder(folder) as target,
-        tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
     ):
         title, compared = shown(location), False
         most = _MOST_RATIO * size if max_bytes is None else max_bytes
@@ -101,8 +100,11 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
                 break
             content = _content(stream, member, title)
             if member.name == SUMS:
+                listed = hashlib.sha256()
+                for data in content:
+                    listed.update(data)
                 is_whole = member.pax_headers.get("comment", whole.hexdigest()) == whole.hexdigest()
-                if not _are_equal(content, sums) or not is_whole:
+                if listed.digest() != sums.digest() or not is_whole:
                     raise DataError(f"{title} is damaged: files do not match checksums; download it again")
                 compared = True
             elif member.isdir():
@@ -117,7 +119,7 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
                     for data in content:
                         sha.update(data)
                         extracted.write(data)
-                sums.write(line := _line_of(sha.hexdigest(), member.name))
+                sums.update(line := _line_of(sha.hexdigest(), member.name))
                 whole.update(line)
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
@@ -220,9 +222,3 @@ def _content(stream: _ForwardReader, member: TarInfo, title: str) -> Iterator[by
             raise DataError(f"{title} is truncated in '{printable(member.name)}'; download it again")
         left -= len(data)
         yield data
-
-
-def _are_equal(content: Iterator[bytes], sums: IO[bytes]) -> bool:
-    expected = sums.tell()
-    sums.seek(0)
-    return all(data == sums.read(len(data)) for data in content) and sums.tell() == expected
