@@ -495,18 +495,11 @@ def read_header(path: Path) -> list[Part]:
     return parts
 
 
-def checksum(
-    path: Path, expected_bytes: int | None = None, after: Callable[[int], None] | None = None
-) -> FileInfo:
-    """Return the size and CRC-32 of a file of a folder. OSError for another size than `expected_bytes`.
-
-    after: called with the bytes read so far, after each piece, which then is in the processor's cache.
-    """
+def checksum(path: Path, expected_bytes: int | None = None) -> FileInfo:
+    """Return the size and CRC-32 of a file of a folder. OSError for another size than `expected_bytes`."""
     size, crc = 0, 0
     buffer = memoryview(bytearray(_CHECKSUM_BYTES))
     with open_regular(path, path.parent, expected_bytes, buffering=0) as stream:
         while count := stream.readinto(buffer):
             size, crc = size + count, crc32(buffer[:count], crc)
-            if after is not None:
-                after(size)
     return FileInfo(size, crc)

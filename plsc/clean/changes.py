@@ -166,12 +166,11 @@ def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict
 
 def _check(change: Change, owners: Mapping[str, str], classes: Container[str]) -> None:
     """Raise DataError if a change is impossible by itself. owners: class by path."""
-    if (change.change, bool(change.image), bool(change.to)) not in _SHAPES:
-        raise DataError(f"'{change.change}' with these columns is no move, remove or merge")
-    for name in (change.of, change.to if change.change == "merge" else change.of):
-        if name not in classes:
-            raise DataError(f"the dataset has no class '{name}'")
-    if change.image and owners.get(change.image) != change.of:
-        raise DataError(f"the class '{change.of}' has no image '{change.image}'")
+    kind = (change.change, bool(change.image), bool(change.to))
+    needed = (change.of, change.to if change.change == "merge" else change.of)
+    if kind not in _SHAPES or (change.image and owners.get(change.image) != change.of):
+        raise DataError(f"'{change.change}' of '{change.image}' in '{change.of}' is no move, remove or merge")
+    if unknown := [name for name in needed if name not in classes]:
+        raise DataError(f"the dataset has no class '{unknown[0]}'")
     check_listable([change.to])
     check_name(change.to)

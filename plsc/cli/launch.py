@@ -216,11 +216,10 @@ def _nodes(nnodes: str, rdzv_endpoint: str | None) -> tuple[int, int]:
     """Return the minimum and the maximum number of machines."""
     found = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes)
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= least <= most:
-        raise OptionError(f"--nnodes is {nnodes!r}; expected a number of machines, such as 2, or MIN:MAX")
-    if most > 1 and not re.fullmatch(r".+:\d+", rdzv_endpoint or ""):
+    if not 1 <= least <= most or (most > 1 and not re.fullmatch(r".+:\d+", rdzv_endpoint or "")):
         raise OptionError(
-            f"--rdzv-endpoint is {rdzv_endpoint!r}; expected host:port of one machine, the same on all"
+            f"--nnodes is {nnodes!r}, --rdzv-endpoint is {rdzv_endpoint!r}; expected a number of machines or "
+            "MIN:MAX, and for several of them host:port of one, the same on all"
         )
     return least, most
 

@@ -36,11 +36,9 @@ def _with_entry(action: Callable[..., None]) -> Callable[..., None]:
 
 def _predict(entry: Entry, output: str, images: str | None, layers: str, field: str, **given: Any) -> None:
     path = local_folder(output, "--output")
-    if path.suffix not in (".npz", ""):
-        raise OptionError(f"--output is {output}; expected the name of an .npz file, or a folder (no suffix)")
-    if not path.absolute().parent.is_dir():
+    if path.suffix not in (".npz", "") or not path.absolute().parent.is_dir():
         raise OptionError(
-            f"--output is {output}, but the folder {path.parent} does not exist; create it first"
+            f"--output is {output}; expected an .npz file or a folder (no suffix), in an existing folder"
         )
     how = {"layers": _listed(layers), "field": _listed(field), **given}
     if path.suffix != ".npz":

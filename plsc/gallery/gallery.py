@@ -39,7 +39,6 @@ ABOUT_NAME, VECTORS_NAME = "gallery.json", "gallery.safetensors"
 _NAMES = {"names": "uint8", "name_ends": "int64"}
 _MOST_BYTES = 2**20  # of gallery.json
 _ROWS = 8192  # vectors processed at a time
-_CHECKED = 256  # vectors whose norms are checked at a time: few fit the cache of a core
 _QUERIES = 256  # queries searched at a time
 _BATCH = 4096  # entries copied per transaction
 _EXACT = 20_000  # rows that `nearest` searches without inverted lists
@@ -213,14 +212,16 @@ def write_gallery(
     return open_gallery(folder)
 
 
-def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Gallery:
+def open_gallery(
+    folder: str | os.PathLike[str], model: str | None = None, size: int | None = None
+) -> Gallery:
     """Open a gallery; its vectors are memory-mapped.
 
     Its checksum and the norms of its vectors are checked. Do not change the files of an open gallery.
 
     Args:
         folder: the folder of a gallery.
-        model: fingerprint of a network; a gallery of another network is refused.
+        model, size: fingerprint of a network, and its values per vector; a gallery of another is refused.
 
     Raises:
         DataError: there is no gallery, or it is damaged.
@@ -228,8 +229,8 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
     """
     path = Path(folder)
     about = read_record(_About, path / ABOUT_NAME, path / ABOUT_NAME, DataError, _MOST_BYTES)
-    if model is not None and about["model"] != model:
-        both = f"weights {about['model']:.16}, not {model:.16}"
+    if (model or about["model"], size or about["size"]) != (about["model"], about["size"]):
+        both = f"weights {about['model']:.16}, {about['size']} values; not {model:.16}, {size or 'any'}"
         raise CheckpointError(f"{path} was made with another network ({both}); index the images again")
     file = path / VECTORS_NAME
     try:
@@ -238,36 +239,16 @@ def open_gallery(folder: str | os.PathLike[str], model: str | None = None) -> Ga
         shapes = {"vectors": (about["count"], about["size"]), "name_ends": (about["count"],)}
         opened = {name: _mapped(file, parts.get(name), dtypes[name], shapes.get(name)) for name in dtypes}
         vectors = opened["vectors"]
-        _check_file(file, about["file"], vectors, parts["vectors"])
+        norms = (are_normalised(vectors[low : low + _ROWS]) for low in range(0, len(vectors), _ROWS))
+        with np.errstate(invalid="ignore", over="ignore"):
+            if checksum(file, about["file"].bytes) != about["file"] or not all(map(np.all, norms)):
+                raise ValueError("its checksum is not that in gallery.json, or a vector does not have norm 1")
     except (OSError, ValueError, CheckpointError) as error:
         raise _wrong(file, getattr(error, "strerror", None) or str(error)) from error
     names = ClassNames(opened["names"], opened["name_ends"]) if "names" in opened else None
     if names is not None and not names.is_sound():
         raise _wrong(file, "its names are damaged")
     return Gallery(vectors, names, about)
-
-
-def _check_file(file: Path, expected: FileInfo, vectors: np.ndarray, rows: Part) -> None:
-    """Raise ValueError unless the file has the checksum and all vectors norm 1, or 0; reads the file once.
-
-    rows: where the vectors are in the file.
-    """
-    count, row_bytes = len(vectors), vectors.itemsize * vectors.shape[1]
-    checked, wrong = 0, None
-
-    @np.errstate(invalid="ignore", over="ignore")
-    def check_norms(bytes_read: int) -> None:
-        nonlocal checked, wrong
-        complete = min((bytes_read - rows.begin) // row_bytes, count)
-        while checked < complete and wrong is None:
-            low, checked = checked, min(checked + _CHECKED, complete)
-            failed = ~are_normalised(vectors[low:checked])
-            wrong = low + int(np.argmax(failed)) if failed.any() else None
-
-    if checksum(file, expected.bytes, check_norms) != expected:
-        raise ValueError("its size or checksum differs from that in gallery.json")
-    if wrong is not None:
-        raise ValueError(f"vector {wrong} does not have norm 1")
 
 
 def _mapped(file: Path, part: Part | None, dtype: str, shape: tuple[int, ...] | None) -> np.ndarray:
@@ -390,10 +371,12 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
         how: Any = {"model": origin.model, "mapped": "".join(kinds), "mode": mode_of(source)}
         write_gallery(target, vectors, [one.name for one in read], **how)
         return f"{len(read):,} entries"
-    if origin.model.split() != [origin.model]:  # a store has other texts after a blank
-        raise DataError(f"{source} is of the network {origin.model!r:.80}; a store needs one without blanks")
-    if not is_postgres(target) and (count := len(origin)) > MOST_ENTRIES:
-        raise DataError(f"{source} has {count:,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+    is_large = not is_postgres(target) and len(origin) > MOST_ENTRIES
+    if is_large or origin.model.split() != [origin.model]:  # a store has other texts after a blank
+        raise DataError(
+            f"{source} has {len(origin):,} entries of the network {origin.model!r:.80}; a store needs a name "
+            f"without blanks, and an SQLite file has at most {MOST_ENTRIES:,}"
+        )
     is_new_file = not is_postgres(target) and not Path(target).exists()
     with closing(open_store(target, origin.model, origin.size)) as store:
         if is_new_file:

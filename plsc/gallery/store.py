@@ -215,11 +215,11 @@ class Store:
         schema = [text for (text,) in run("SELECT sql FROM sqlite_master ORDER BY name")]
         is_new = not schema
         version = (run("PRAGMA application_id").fetchone()[0], run("PRAGMA user_version").fetchone()[0])
-        # A view or a trigger could run for ever.
-        if not is_new and (*version, schema) != (_APPLICATION, _VERSION, [_SCHEMA.strip(), _OF_SQLITE]):
-            raise DataError(f"{self.path} is not a store of version {_VERSION}; choose another file")
-        if (problem := run("PRAGMA quick_check(1)").fetchone()[0]) != "ok":  # ids out of order, say
-            raise DataError(f"{self.path} is damaged ({problem}); choose another store")
+        problem = "not of version 1"  # a view or a trigger could run for ever
+        if is_new or (*version, schema) == (_APPLICATION, _VERSION, [_SCHEMA.strip(), _OF_SQLITE]):
+            problem = run("PRAGMA quick_check(1)").fetchone()[0]  # ids out of order, say
+        if problem != "ok":
+            raise DataError(f"{self.path} is not a store, or damaged ({problem}); choose another file")
         run("PRAGMA journal_mode = WAL")
         run("PRAGMA synchronous = FULL")
         run("PRAGMA secure_delete = ON")
@@ -243,14 +243,10 @@ class Store:
         self._vectors = np.empty((64, self.size), np.float32)
         for number, name, vector, model in rows:
             network, _, mapped = model.partition(" ")
-            if network != self.model:
+            if (network, len(vector)) != (self.model, 4 * self.size):
                 raise CheckpointError(
-                    f"{self.path} has entries of another network (weights {model:.16}, not "
-                    f"{self.model:.16}); serve that network, or choose another store"
-                )
-            if len(vector) != 4 * self.size:
-                raise CheckpointError(
-                    f"{self.path} has vectors of {len(vector) // 4} values; the model has {self.size}"
+                    f"{self.path} has entries of another network (weights {model:.16}, {len(vector) // 4} "
+                    f"values; not {self.model:.16}, {self.size}); choose another store"
                 )
             self._append(number, name, sys.intern(mapped), np.frombuffer(vector, "<f4"))
         check_entries(self.path, self._entries, self._vectors[: len(self)])

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from plsc.storage.publish import replacing
 from plsc.storage.regular import AnyPath, open_regular, without_mark
 from plsc.storage.urls import cache_folder, is_url, open_filesystem, shown, with_retries
 
 BLOCK_BYTES = 4 * 2**20
-_DEFAULT_LIMIT = 16 * 2**30
+CACHE_BYTES = 16 * 2**30  # of all cached blocks together
 _LOCKS = 16
 
 
@@ -207,18 +207,17 @@ class RemoteBytes:
 class BlockCache:
     """The cached blocks of one remote file.
 
-    The blocks of all files together stay below ``$PLSC_CACHE_BYTES`` (default 16 GiB; 0 disables the cache).
-    Each time a process has written 1/64 of the limit, it removes the least recently used blocks until an
-    eighth is free. On a full disk nothing is cached and reading continues.
+    The blocks of all files together stay below `CACHE_BYTES`. Each time a process has written 1/64 of that,
+    it removes the least recently used blocks until an eighth is free. On a full disk nothing is cached and
+    reading continues.
     """
 
     def __init__(self, url: str, fingerprint: Fingerprint, *, is_kept: bool = True) -> None:
-        self._limit = cache_limit() if is_kept else 0
         self._size = fingerprint.size
         key = hashlib.sha256(f"{url}\n{fingerprint.size}\n{fingerprint.version}".encode()).hexdigest()[:32]
         self._root: Path | None = None
         # Without a version, a changed file could not be detected.
-        if self._limit > 0 and fingerprint.version:
+        if is_kept and fingerprint.version:
             with contextlib.suppress(DataError, OSError):
                 self._root = cache_folder("blocks")
         self._folder = self._root / key if self._root else None
@@ -253,17 +252,9 @@ class BlockCache:
             with replacing(self._folder / str(block), is_synced=False) as temporary:
                 temporary.write_bytes(data)
         self._written += len(data)
-        if self._written > self._limit // 64:
+        if self._written > CACHE_BYTES // 64:
             self._written = 0
-            remove_oldest(self._root, self._limit)
-
-
-def cache_limit() -> int:
-    """Return ``$PLSC_CACHE_BYTES``, or 16 GiB; OptionError if it is not an integer of 0 or more."""
-    text = os.environ.get("PLSC_CACHE_BYTES", "")
-    if text and not text.isdecimal():
-        raise OptionError(f"PLSC_CACHE_BYTES is {text!r}; expected a number of bytes (0 disables the cache)")
-    return int(text) if text else _DEFAULT_LIMIT
+            remove_oldest(self._root, CACHE_BYTES)
 
 
 def remove_oldest(root: Path, limit: int) -> None:

@@ -31,6 +31,7 @@ from plsc.storage.urls import (
     base_name,
     is_url,
     join,
+    local_folder,
     open_filesystem,
     parent_of,
     reason_of,
@@ -197,11 +198,9 @@ def publishing(location: str | Path) -> Iterator[BinaryIO]:
 def publishing_folder(path: str | Path) -> Iterator[Path]:
     """Yield a hidden folder next to the local `path`; it is renamed to `path` when the block succeeds.
 
-    Raises DataError as `publishing` does, and for a URL.
+    Raises DataError as `publishing` does; OptionError for a URL.
     """
-    if is_url(path):
-        raise DataError(f"{shown(str(path))} is a URL; expected a new local folder")
-    path = Path(path)
+    path = local_folder(path, "the new folder")
     refuse_existing(str(path))
     with _as_data_error(path), Workspace(path.parent, path.name) as work:
         yield work.path
@@ -244,8 +243,7 @@ class Workspace:
             for inside, _, files in os.walk(self.path):
                 for name in (*files, "."):
                     sync(Path(inside, name))
-            if os.path.lexists(target):
-                raise DataError(f"{target} was created by another process in the meantime; it is unchanged")
+            refuse_existing(str(target))  # created by another process in the meantime
             (self.path / inner).rename(target)
             self._is_published = not inner
             sync(target.parent)

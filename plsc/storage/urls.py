@@ -137,17 +137,16 @@ def open_filesystem(url: str) -> tuple[Any, str]:
         if protocol == "hdfs":
             return _open_hdfs(url)
         return fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
-    except ImportError as error:
-        extra = _EXTRAS.get(protocol, protocol)
-        command = install(extra) if extra in ("hdfs", "s3") else f"pip install {extra}"
-        raise DataError(f"{shown(url)} needs a client that is not installed; run {command}") from error
-    except ValueError:
-        near = did_you_mean(protocol, fsspec.available_protocols())
-        raise DataError(f"{shown(url)}: unknown protocol {protocol!r}{near}") from None
     except Exception as error:  # each client has its own exceptions
-        raise DataError(
-            f"{shown(url)} cannot be opened ({type(error).__name__}); check the server, port and user"
-        ) from None
+        problem = f"cannot be opened ({type(error).__name__}); check the server, port and user"
+        if isinstance(error, ImportError):
+            extra = _EXTRAS.get(protocol, protocol)
+            command = install(extra) if extra in ("hdfs", "s3") else f"pip install {extra}"
+            problem = f"needs a client that is not installed; run {command}"
+        elif isinstance(error, ValueError):
+            problem = f"has the unknown protocol {protocol!r}"
+            problem += did_you_mean(protocol, fsspec.available_protocols())
+        raise DataError(f"{shown(url)} {problem}") from None
 
 
 # HDFS clients by process, server and user.

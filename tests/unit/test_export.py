@@ -488,7 +488,7 @@ def test_files_of_a_model_that_are_damaged_too_large_pipes_or_links_are_refused(
     for key in ("weights", "graph", "classes"):
         del about[key]["bytes"]  # as in earlier versions
     (folder / "model.json").write_text(json.dumps(about))
-    refused("8000000000000 bytes, which is too large")
+    refused("too large")
     path.unlink()
     os.mkfifo(path)
     refused("regular file")

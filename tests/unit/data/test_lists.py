@@ -216,6 +216,6 @@ def test_what_cannot_be_split_is_refused_and_writes_nothing(faces, tmp_path):
         split(tmp_path / "one", tmp_path / "out")
     with pytest.raises(DataError, match="already exists"):
         split(faces, tmp_path / "one")
-    with pytest.raises(DataError, match="s3://bucket/out"):
+    with pytest.raises(OptionError, match="s3://bucket/out"):
         split(faces, "s3://me:SECRET@bucket/out")
     assert not (tmp_path / "out").exists()

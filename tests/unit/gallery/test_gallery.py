@@ -150,7 +150,7 @@ def test_vectors_without_norm_1_are_refused_when_the_gallery_is_opened(tmp_path,
     write_gallery(folder, vectors, model="a")  # zero is accepted
     vectors[19_999] *= np.float32(value)
     rewrite(folder, vectors=vectors)
-    with pytest.raises(DataError, match="vector 19999"):
+    with pytest.raises(DataError, match="norm 1"):
         open_gallery(folder)
 
 
