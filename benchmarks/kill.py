@@ -36,11 +36,10 @@ from measuring import read_lines
 
 import plsc.checkpoint.save
 import plsc.train.saving
-from plsc.checkpoint.complete import copy_complete
 from plsc.checkpoint.manifest import checkpoints_in
 from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.rollback import Journal
-from plsc.checkpoint.weights_file import WeightsFile
+from plsc.checkpoint.weights_file import WeightsFile, copy_complete
 from plsc.storage.store import Store
 from tests.distributed.job import small_entry
 from tests.distributed.launch import run_ranks

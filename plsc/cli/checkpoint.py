@@ -71,16 +71,6 @@ def run_push(source: str, url: str) -> None:
     print(f"uploaded {len(sent)} checkpoint(s){': ' * bool(sent)}{printable(', '.join(sent))}")
 
 
-def run_pull(checkpoint: str, folder: str) -> None:
-    """Download a checkpoint from a store."""
-    from pathlib import Path
-
-    from plsc.checkpoint.remote import fetch
-    from plsc.parallel.world import World
-
-    print(f"downloaded to {fetch(checkpoint, World.single(), Path(folder))}")
-
-
 def run_classes(source: str, destination: str, images: str | None, model: str | None, **given: Any) -> None:
     """Write a checkpoint with other classes, and print the number of classes."""
     from plsc.checkpoint.classes import MAP_NAME, change_classes
@@ -113,6 +103,8 @@ def _training_from(checkpoint: str, saved: Mapping[str, Any]) -> str:
         is_code = names_code(value) and spec.path != "data.dataset_dir"
         if is_code or not text.isprintable():  # people run what is printed here
             left.append(spec.path)
+        elif spec.kind is bool:
+            words.append(f"--{spec.path}" if value else f"--no-{spec.path}")
         else:
             words += [f"--{spec.path}", text]
     note = f", and with {', '.join(left)}, which may be code of others" if left else ""
@@ -123,7 +115,7 @@ def run_copy(source: str, destination: str, weights_file: str) -> None:
     """Write a copy of a checkpoint with the class weights that are in files."""
     from pathlib import Path
 
-    from plsc.checkpoint.complete import copy_complete
+    from plsc.checkpoint.weights_file import copy_complete
     from plsc.storage.store import format_bytes
 
     manifest = copy_complete(Path(source), Path(destination), Path(weights_file))
@@ -179,11 +171,6 @@ GROUP = Group(
                 word("source", "a checkpoint folder, or a folder of checkpoints"),
                 word("url", "fsspec URL of the folder that holds the run's checkpoints"),
             ),
-        ),
-        "pull": Command(
-            "download a checkpoint from a store, and verify it",
-            run_pull,
-            (_CHECKPOINT, word("folder", "the checkpoint folder to write")),
         ),
         "copy": Command(
             "write a copy of a checkpoint that includes the class weights in head.weights_file",

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from plsc.checkpoint import Manifest, Retention
-from plsc.checkpoint.complete import opened_at
 from plsc.checkpoint.load import check_files
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
 from plsc.checkpoint.tensor_files import shorten
-from plsc.checkpoint.weights_file import WeightsFile
+from plsc.checkpoint.weights_file import WeightsFile, opened_at
 from plsc.config import Config, Options
 from plsc.config.option import name_and_arguments
 from plsc.config.options import CHECKPOINT

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from plsc.checkpoint import weights_file as module
-from plsc.checkpoint.complete import opened_at
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.weights_file import WeightsFile
+from plsc.checkpoint.weights_file import WeightsFile, opened_at
 from plsc.errors import CheckpointError, DataError, OptionError, TrainingError
 from plsc.heads import RowAdagrad, Sampling, ShardedHead, build_margin
 from plsc.parallel.world import World
