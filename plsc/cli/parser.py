@@ -20,7 +20,6 @@ from plsc.errors import OptionError, did_you_mean
 from plsc.version import __version__
 
 REQUIRED = dataclasses.MISSING
-_TRUTH = re.compile("true|false|yes|no|on|off", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Seque
     Raises OptionError for an unknown command; prints and exits for ``--help``, ``--version`` and nothing.
     """
     name, found = "plsc", root
-    while isinstance(found, Group):
+    while True:
         word, words = (words[0], words[1:]) if words else ("--help", words)
         if word in ("-h", "--help", "--version"):
             print(f"plsc {__version__}" if word == "--version" else _overview(name, found))
@@ -97,7 +96,6 @@ def find_command(root: Group, words: Sequence[str]) -> tuple[str, Command, Seque
         if isinstance(chosen, Command):
             return name, chosen, words
         found = chosen
-    raise AssertionError
 
 
 def _overview(name: str, group: Group) -> str:
@@ -127,7 +125,9 @@ class _Note(argparse.Action):
     def __call__(
         self, parser: object, namespace: argparse.Namespace, text: Any, flag: str | None = None
     ) -> None:
-        namespace.given.append((self.dest, "true" if self.nargs == 0 else text))
+        if self.nargs == 0:
+            text = "false" if str(flag).startswith("--no-") else "true"
+        namespace.given.append((self.dest, text))
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -159,7 +159,9 @@ class CommandParser(argparse.ArgumentParser):
                 text = argparse.SUPPRESS
                 if spec.path in frequent:
                     text = _help(re.split("[;(]", spec.meaning)[0].strip(), spec.kind, spec.default)
-                shown.add_argument(f"--{spec.path}", action=_Note, metavar="VALUE", help=text)
+                how: dict[str, Any] = {"nargs": 0} if spec.kind is bool else {"metavar": "VALUE"}
+                names = [f"--{spec.path}", f"--no-{spec.path}"][: 1 + (spec.kind is bool)]
+                shown.add_argument(*names, action=_Note, help=text, **how)
 
     def _add(self, one: Argument) -> None:
         how: dict[str, Any] = {"action": _Note, "help": _help(one.meaning, one.kind, one.default)}
@@ -168,36 +170,16 @@ class CommandParser(argparse.ArgumentParser):
             how["nargs"] = {tuple: argparse.PARSER, list: "+"}.get(typing.get_origin(one.kind), nargs)
             self.add_argument(one.name, **how)
             return
-        if one.kind is bool:
-            how |= {"nargs": 0} if self._passes_words_on() else {"nargs": "?", "const": "true"}
         spellings = dict.fromkeys((one.name, one.name.replace("_", "-")))
         names = [f"--{name}" for name in spellings] + [f"-{name}" for name in spellings if len(name) == 1]
+        if one.kind is bool:
+            how["nargs"] = 0
+            names += [f"--no-{name}" for name in spellings]
         self.add_argument(*names, dest=one.name, metavar="VALUE", required=one.default is REQUIRED, **how)
 
     def _passes_words_on(self) -> bool:
         words = [one for one in self._arguments.values() if one.positional]
         return any(typing.get_origin(one.kind) is tuple for one in words)
-
-    def _joined(self, words: Sequence[str]) -> list[str]:
-        """Return the command line with ``--flag=true`` and ``--flag=false`` for the switches.
-
-        ``--flag``, ``--no-flag``, ``--flag False`` are read; the word behind a switch is its value only if it
-        is one, or cannot be an argument.
-        """
-        switches = {f"--{name}" for name, one in self._arguments.items() if one.kind is bool}
-        switches |= {name.replace("_", "-") for name in switches}
-        if self._takes_options:
-            switches |= {f"--{spec.path}" for spec in all_options() if spec.kind is bool}
-        is_flags_only = not any(one.positional for one in self._arguments.values())
-        joined: list[str] = []
-        for text in words:
-            flag = f"--{text.removeprefix('--no-')}"
-            is_value = _TRUTH.fullmatch(text) or (is_flags_only and not text.startswith("--"))
-            if joined and joined[-1] in switches and is_value:
-                joined[-1] += f"={text}"
-            else:
-                joined.append(f"{flag}=false" if text.startswith("--no-") and flag in switches else text)
-        return [f"{text}=true" if text in switches else text for text in joined]
 
     def error(self, message: str) -> NoReturn:
         """Raise OptionError for an error of argparse."""
@@ -209,7 +191,7 @@ class CommandParser(argparse.ArgumentParser):
         if self._passes_words_on():
             namespace, unknown = self.parse_known_args(words, namespace)
         else:  # flags may stand before, between and behind the words
-            namespace, unknown = self.parse_known_intermixed_args(self._joined(words), namespace)
+            namespace, unknown = self.parse_known_intermixed_args(words, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             problem = "unknown flag" if flag.startswith("-") else "unexpected argument"

@@ -234,7 +234,7 @@ def test_a_file_with_another_name_is_not_written(write, tmp_path):
 
 def in_save_dir(work):
     shutil.copytree(work / "foreign", work / "run" / "0")
-    return ["--checkpoint.load_dir", "last", "--checkpoint.save_dir", "run", "--train.with_test", "false"]
+    return ["--checkpoint.load_dir", "last", "--checkpoint.save_dir", "run", "--no-train.with_test"]
 
 
 def test_links_in_the_folder_of_a_run_are_replaced_and_a_linked_version_is_resumed_elsewhere(work):
@@ -255,7 +255,7 @@ def test_flags_of_torchs_optimizers_are_not_resumed(work):
     scalars = json.loads((work / "foreign" / "manifest.json").read_text())["scalars"]
     groups = [{"maximize": 1, "dampening": 10**300, "weight_decay": -1e300}]
     change(work / "foreign", scalars={**scalars, "optimizer_groups": groups})
-    assert run("train", "--checkpoint.save_dir", "mine", "--train.with_test", "false") == 0
+    assert run("train", "--checkpoint.save_dir", "mine", "--no-train.with_test") == 0
 
 
 def hostile(spec):
@@ -319,7 +319,7 @@ def test_a_run_neither_uploads_nor_writes_where_a_checkpoint_says(work):
     places = {"upload_dir": URL, "download_dir": URL, "save_dir": "theirs", "local_dir": "theirs"}
     theirs = {"model": {"pretrained": "theirs.pt"}, "data": {"cache": "theirs:1M"}}
     change(work / "foreign", checkpoint=places, **theirs)
-    assert run("train", "--checkpoint.save_dir", "mine", "--train.with_test", "false") == 0
+    assert run("train", "--checkpoint.save_dir", "mine", "--no-train.with_test") == 0
     assert not (work / "theirs").exists()
     options = read_manifest(work / "mine" / "1").options
     assert options["checkpoint"]["upload_dir"] is None
