@@ -10,6 +10,7 @@ from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, wo
 from plsc.config.option import at_least
 from plsc.errors import DataError, OptionError, in_terminal, shown
 from plsc.serve import ServeOptions
+from plsc.version import install
 
 
 def run_index(model: str, gallery: str, images: str | None, embeddings: str | None, **options: Any) -> None:
@@ -91,8 +92,10 @@ def run_upgrade(
 
 def run_serve(model: str, **given: Any) -> None:
     """Serve an exported model."""
-    from plsc.serve.server import serve  # imports torch, which --help does not need
-
+    try:
+        from plsc.serve.app import serve  # imports torch, which --help does not need
+    except ImportError as error:
+        raise OptionError(f"the server needs {error.name}, which is missing: {install('serve')}") from error
     serve(model, ServeOptions(**given))
 
 

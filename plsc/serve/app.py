@@ -1,4 +1,4 @@
-"""The HTTP side of the server: the check of each request, the endpoints, and the page.
+"""The HTTP side of the server: the check of each request, the endpoints, the page, and the start.
 
 `Guard` checks host, origin, API key and bytes before the application runs. Requests for /embed go to their
 endpoint at once: with the routing of FastAPI, 64 clients get 1.5 times the requests per second of a server
@@ -14,6 +14,10 @@ import json
 import logging
 import math
 import re
+import socket
+import sys
+import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,12 +25,16 @@ from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 import orjson
+import torch
+import uvicorn
 from fastapi import FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from plsc.data.lines import decode_base64
 from plsc.errors import CheckpointError, DataError, OptionError, kind_and_line
 from plsc.gallery.store import StoreError
+from plsc.machine import stop_signals
+from plsc.serve import ServeOptions
 from plsc.serve.service import MOST_FOUND, Busy, Service, entry_name
 from plsc.storage.regular import parse_json
 from plsc.version import __version__
@@ -70,6 +78,10 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LONGEST_TYPE = 256
 _HELD = 256 * 2**20  # bytes of all request bodies together
+_SWITCH_SECONDS = 0.001  # the thread of the batches waits less for the interpreter lock
+_CONNECTIONS = 512  # with more, uvicorn answers requests with 503; most systems allow 1024 open files
+# loggers of what any client can cause
+_NOISY = ("asyncio", "uvicorn.error", "psycopg.pool", "plsc.serve.app")
 
 
 class Refused(Exception):
@@ -138,25 +150,25 @@ class Guard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         """Raise Refused for a request from a web site, without the key, or with an unexpected body."""
-        if self._expected:
-            given = headers.get(b"authorization", b"")
-            if scope["path"] not in self._public and not hmac.compare_digest(given, self._expected):
-                raise Refused(401, "send the API key as the header Authorization: Bearer KEY")
-        else:  # anyone who can connect may use the server, but not web sites through a visitor's browser
-            host = headers.get(b"host", b"").decode("latin-1").lower()
-            if self._hosts is not None and re.sub(r":\d*\Z", "", host) not in self._hosts:
-                raise Refused(
-                    403, "the server accepts only the address it listens on as the host; see --host"
-                )
-            origin = headers.get(b"origin")
-            if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
-                raise Refused(403, "requests from other web sites are not accepted")
-        if len(headers.get(b"content-type", b"")) > _LONGEST_TYPE:  # parsed in quadratic time
-            raise Refused(400, f"the Content-Type has more than {_LONGEST_TYPE} bytes; shorten it")
-        if b"transfer-encoding" in headers:  # the body, in chunks, is not parsed; see `server`
-            raise Refused(411, "send the body with Content-Length, not with Transfer-Encoding")
-        if headers.get(b"content-length", b"0") != b"0" and scope["method"] != "POST":
-            raise Refused(400, f"{scope['method']} takes no body")
+        needs_key = bool(self._expected) and scope["path"] not in self._public
+        lacks_key = not hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
+        # Without a key, anyone who connects may use the server, but no web site by a visitor's browser.
+        host, origin = (headers.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
+        is_other_host = self._hosts is not None and re.sub(r":\d*\Z", "", host) not in self._hosts
+        is_other_site = b"origin" in headers and origin.partition("://")[2] != host
+        is_long = len(headers.get(b"content-type", b"")) > _LONGEST_TYPE  # parsed in quadratic time
+        has_body = headers.get(b"content-length", b"0") != b"0"
+        for is_wrong, status, detail in (
+            (needs_key and lacks_key, 401, "send the API key as the header Authorization: Bearer KEY"),
+            (not self._expected and is_other_host, 403, "the host is not that of --host"),
+            (not self._expected and is_other_site, 403, "requests from other web sites are not accepted"),
+            (is_long, 400, f"the Content-Type has more than {_LONGEST_TYPE} bytes; shorten it"),
+            # The body, in chunks, is not parsed; see `_protocol`.
+            (b"transfer-encoding" in headers, 411, "send the body with Content-Length, not in chunks"),
+            (has_body and scope["method"] != "POST", 400, f"{scope['method']} takes no body"),
+        ):
+            if is_wrong:
+                raise Refused(status, detail)
 
     async def _read(self, receive: Receive, parts: list[bytes], headers: Headers) -> None:
         """Read the body as one part. Raises Refused if it is too large or incomplete."""
@@ -380,10 +392,9 @@ async def _read(request: Request, count: int) -> tuple[Sequence[bytes], str | No
     if declared.startswith("multipart/"):
         raise DataError("the body is a form; send the content of the image as the body (curl --data-binary)")
     images, name = _from_json(body, count) if is_json else ([body], None)
-    if len(images) != count:
-        raise DataError(f"the request has {len(images)} images; expected {count}")
-    if not all(images):
-        raise DataError("an image is empty (0 bytes); expected the content of a file")
+    if len(images) != count or not all(images):
+        empty = sum(not image for image in images)
+        raise DataError(f"the request has {len(images)} images, {empty} of them empty; expected {count}")
     return images, name
 
 
@@ -417,3 +428,109 @@ async def _answer(request: Request, error: Exception) -> Response:
 
 def _missing(what: str) -> Response:
     return JSONResponse({"detail": what}, 404)
+
+
+# Run it.
+
+
+def serve(model: str, options: ServeOptions) -> None:
+    """Serve an exported model until SIGINT, SIGTERM or SIGHUP, and then answer requests that have started.
+
+    Raises:
+        OptionError: an option is wrong.
+        CheckpointError: the model is damaged, or gallery or store are of another network.
+        DataError: the gallery or the store cannot be used.
+    """
+    warnings.filterwarnings("ignore", module="PIL")  # thousands per image, of what any client can cause
+    torch.set_num_threads(1)  # it only prepares small batches; onnxruntime has its own threads
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    has_key, log = bool(options.api_key()), logging.getLogger("plsc.serve")  # whose lines are not limited
+    seldom = _Seldom()
+    for name in _NOISY:
+        logging.getLogger(name).addFilter(seldom)
+
+    uvicorn.server.HANDLED_SIGNALS = tuple(stop_signals())  # type: ignore[assignment] # of any number
+    service = Service(model, options)
+    with contextlib.closing(service), _listen(options) as listener:
+        if not has_key and not is_loopback(options.host):
+            log.warning(f"everyone who can reach {options.host} may use the server; set --api_key_file")
+        if service.far is None and options.fpir is None:
+            log.warning(
+                "the model has no thresholds, so nothing is called unknown: export it with data.val_targets"
+            )
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        log.info(
+            f"serving {model} on http://{host}:{listener.getsockname()[1]} (entries in {service.store.path})"
+        )
+        application = create_app(service)
+        config = uvicorn.Config(
+            application,
+            http=_protocol(),
+            limit_concurrency=_CONNECTIONS,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            headers=HEADERS,
+            server_header=False,
+            timeout_keep_alive=int(options.timeout) + 1,
+            # to decode an image, embed it, and search or write, and for the client to send it
+            timeout_graceful_shutdown=int(4 * options.timeout) + 1,
+        )
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            log.info(f"stopped; requests without an answer: {application.unanswered}")
+
+
+class _Seldom(logging.Filter):
+    """Passes at most one message per second."""
+
+    _due = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a message."""
+        now, due = time.monotonic(), self._due
+        self._due = due if now < due else now + 1
+        return now >= due
+
+
+def _protocol() -> Any:
+    """Return uvicorn's protocol, but a body with Transfer-Encoding stays unread; the guard answers 411.
+
+    To parse chunks of one byte, nothing else would run for seconds.
+    """
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Connection(h11.Connection):
+        _is_chunked = False
+
+        def next_event(self) -> Any:
+            event = h11.PAUSED if self._is_chunked else super().next_event()
+            if isinstance(event, h11.Request):
+                self._is_chunked = b"transfer-encoding" in dict(event.headers)
+            return event
+
+    class Protocol(H11Protocol):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self.conn = Connection(h11.SERVER)
+
+    return Protocol
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only if the protocol is given; without it each response takes 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((options.host, options.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise OptionError(
+            f"cannot listen on {options.host} port {options.port} ({error.strerror}); choose another --port"
+        ) from error
+    return listener

@@ -260,10 +260,7 @@ class Service:
     def _open_gallery(self) -> tuple[Gallery | None, bool]:
         """Return the gallery, and whether its entries are the classes of the model."""
         if self.options.gallery is not None:
-            gallery = open_gallery(self.options.gallery, self.model.fingerprint)
-            if gallery.size != self.model.emb_size:
-                sizes = f"{gallery.size} values; the model has {self.model.emb_size}"
-                raise DataError(f"{self.options.gallery} has vectors of {sizes}")
+            gallery = open_gallery(self.options.gallery, self.model.fingerprint, self.model.emb_size)
             return gallery, gallery.is_classes
         if "classes" not in self.model.about:
             return None, False
@@ -287,12 +284,13 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._decoder, self._decode, data)
 
     def _decode(self, data: bytes) -> np.ndarray:
-        if data[:1] == b"P" and not _PPM.match(data):  # Pillow reads comments one byte at a time
-            raise DataError("a PPM must be binary, without comments; send the image as JPEG")
-        if data[:2] in _SLOW or data[4:8] == b"ftyp":
-            raise DataError("this format can take long to decode; send the image as JPEG, PNG or WebP")
-        if data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS:
-            raise DataError(f"the image has more than {_MOST_CHUNKS} profiles and texts; save it again")
+        is_text = data[:1] == b"P" and not _PPM.match(data)  # Pillow reads comments one byte at a time
+        is_long = data.startswith(b"\x89PNG") and sum(map(data.count, _COMPRESSED)) > _MOST_CHUNKS
+        if is_text or is_long or data[:2] in _SLOW or data[4:8] == b"ftyp":
+            raise DataError(
+                "the image can take long to decode: its format, a comment in a PPM, or more than "
+                f"{_MOST_CHUNKS} profiles and texts in a PNG; send it as JPEG"
+            )
         channels, height, width = self.model.image_shape
         pixels, most = np.empty((height, width, channels), np.uint8), self.options.max_pixels
         if pixels[..., 0].size > most or not decode_jpeg_of_size(data, pixels):
