@@ -11,7 +11,6 @@ from typing import Any
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
 from plsc.config.data import FormatArguments
 from plsc.config.option import Size, at_least
-from plsc.errors import OptionError
 from plsc.version import install
 
 
@@ -78,13 +77,11 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     from plsc.data.lists import read_listing
     from plsc.gallery.gallery import import_faiss
     from plsc.storage.regular import check_inside
-    from plsc.storage.urls import is_url, shown
+    from plsc.storage.urls import local_folder, shown
 
     network = reading.pop("model.name")
     reading = {name: value for name, value in reading.items() if value not in (None, ())}
-    folder = Path(out)
-    if is_url(out) or (folder.exists() and not folder.is_dir()):
-        raise OptionError(f"out is {shown(out)}; expected a new local folder")
+    folder = local_folder(out, "out")
     refuse_finished(folder)
     import_faiss()  # this and invalid data fail here, before images are embedded
     for location in dict.fromkeys(place for _, place in used):
