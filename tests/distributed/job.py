@@ -18,26 +18,15 @@ import torch.distributed as dist
 
 from plsc import Entry
 from plsc.errors import PlscError
+from tests.system.small_entry import entry
 from tests.undrawn import draw_nothing
 
 
 def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
     """Return an entry that trains a small network for two epochs."""
-    ins = Entry()
-    ins.set_dataset_dir(str(dataset))
-    ins.set_model_save_dir(str(save_dir))
-    ins.set_model_name("SmallResNet")
-    ins.set_image_shape((3, 16, 16))
-    ins.set_emb_size(16)
-    ins.set_train_batch_size(8)
-    ins.set_train_epochs(2)
-    ins.set_log_period(1)
-    ins.set_lr(0.01)
-    ins.set_warmup_steps(0)
-    ins.set_clip_norm(0)
-    ins.set_lr_schedule("constant")
-    ins.set_num_workers(0)
-    return ins
+    return entry(
+        dataset, save_dir, set_train_batch_size=8, set_train_epochs=2, set_lr=0.01, set_num_workers=0
+    )
 
 
 def run(dataset: str, save_dir: str, *settings: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,7 @@ def test_a_folder_is_locked_for_a_second_run_until_the_first_is_killed(dataset, 
     keep = "set_max_last_checkpoint_num=-1"
     first = Ranks(JOB, 0, str(dataset), str(save_dir), "set_train_epochs=1000", keep)
     wait_for((save_dir / "0").exists, first)
+    os.kill(first.pid, signal.SIGSTOP)  # it need not train on
     second = small_entry(dataset, save_dir)
     second.set_checkpoint_dir(save_dir / "0")
     with pytest.raises(CheckpointError, match=rf"another run \(process {first.pid} on"):
@@ -215,7 +218,7 @@ def test_losing_a_store_raises_at_the_end_and_its_advice_works_when_it_is_back(
     share = tmp_path / "share"
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_upload_dir(f"file://{share}/store")
-    monkeypatch.setattr(directories, "_RETRY_SECONDS", 1.0)
+    monkeypatch.setattr(directories, "Store", lambda url, **_: Store(url, total_seconds=1.0))  # of retries
 
     def lose(context):
         if context.step == 1:
