@@ -42,16 +42,16 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TILE = 16
 
 SHAPES = [
-    Shape(),
+    Shape(classes=34),
     Shape(classes=5, batch=12),  # repeated labels
     Shape(classes=48, row_dtype=BF16, dimension=64, is_sampled=True),
     Shape(has_hard=True, is_sampled=True),
-    Shape(has_extremes=True, row_dtype=BF16, products=BF16),
-    Shape(cosine=False, dimension=5),
-    Shape(products=BF16, cosine=False, dimension=1),
-    Shape(row_dtype=INT8, is_sampled=True, cosine=False),
+    Shape(classes=34, has_extremes=True, row_dtype=BF16, products=BF16),
+    Shape(classes=34, cosine=False, dimension=5),
+    Shape(classes=34, products=BF16, cosine=False, dimension=1),
+    Shape(classes=34, row_dtype=INT8, is_sampled=True, cosine=False),
     Shape(row_dtype=INT8, dimension=64, has_hard=True, has_extremes=True),
-    Shape(row_dtype=INT8, is_sampled=True, products=BF16),
+    Shape(classes=34, row_dtype=INT8, is_sampled=True, products=BF16),
     Shape(classes=19, centers=3, has_hard=True),  # 15 of 16 columns of a tile
     Shape(classes=24, centers=2, is_sampled=True, row_dtype=BF16),
     Shape(classes=20, centers=3, cosine=False),
