@@ -130,12 +130,7 @@ def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Mo
     """Return a torchvision network without its last linear layer, and its number of input channels."""
     from torchvision import models
 
-    known = models.list_models(module=models)
-    if name not in known:
-        raise OptionError(
-            f"torchvision has no network {name!r} for classification; torchvision.models.list_models() lists "
-            f"the names{did_you_mean(name, known)}"
-        )
+    _check_name(name, "torchvision", models.list_models(module=models))
     settings: dict[str, Any] = {}
     if name.startswith("vit_"):
         settings = {"image_size": image_shape[-1]}
@@ -156,6 +151,14 @@ def _torchvision_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Mo
     return network, 3
 
 
+def _check_name(name: str, library: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise OptionError(
+            f"{library} has no network {name!r} for classification; {library}'s list_models() lists the names"
+            f"{did_you_mean(name, known)}"
+        )
+
+
 def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, int]:
     """Return a timm network without its classifier, and its number of input channels.
 
@@ -166,11 +169,7 @@ def _timm_network(name: str, image_shape: tuple[int, ...]) -> tuple[nn.Module, i
     except ImportError as error:
         raise OptionError(f"model {TIMM + name!r} needs the package timm: {install('timm')}") from error
     # Also rejects names such as hf-hub:..., which would be downloaded.
-    if not timm.is_model(name):
-        raise OptionError(
-            f"timm has no network {name!r}; timm.list_models() lists the names"
-            f"{did_you_mean(name, timm.list_models())}"
-        )
+    _check_name(name.partition(".")[0], "timm", timm.list_models())
     channels = image_shape[0]
     settings: dict[str, Any] = {"pretrained": False, "num_classes": 0, "in_chans": channels, "drop_rate": 0.0}
     try:

@@ -8,6 +8,7 @@ import inspect
 import math
 import re
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from plsc.seeds import hash_key
 _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 
 
-class BaseModel(nn.Module):
+class BaseModel(nn.Module, ABC):
     """Base class of all backbones, built-in and custom.
 
     Create the layers in ``__init__`` and call them in `build_network`, which runs in every forward pass::
@@ -58,16 +59,13 @@ class BaseModel(nn.Module):
         object.__setattr__(self, "_given", (args, kwargs))
         return self
 
+    @abstractmethod
     def build_network(self, input: Any, label: Tensor | None, is_train: bool = True) -> Tensor:
         """Return the embeddings [b, D] of images ``input`` [b, C, H, W], or of input like `example_input`.
 
         label: int64 [b], or None in prediction. is_train: whether this is a training step, by default
         ``self.training``.
         """
-        raise OptionError(
-            f"{type(self).__name__} has no method build_network; implement build_network(self, input, label, "
-            "is_train=True), which returns embeddings [batch, emb_size]"
-        )
 
     def forward(self, input: Any, label: Tensor | None = None, is_train: bool | None = None) -> Tensor:
         """Cast images to the network's dtype and layout, other floats to its dtype, and call `build_network`.

@@ -43,7 +43,6 @@ def test_check_model_accepts_a_valid_network_without_side_effects():
 @pytest.mark.parametrize(
     ("output", "noun"),
     [
-        (None, "build_network"),
         (lambda x: x.mean((2, 3)), r"\[2, 3\].*\[2, 8\]"),
         (lambda x: torch.zeros(2, 8, dtype=torch.int64), "int64"),
         (lambda x: (torch.zeros(2, 8),), "tuple"),
@@ -52,11 +51,18 @@ def test_check_model_accepts_a_valid_network_without_side_effects():
 )
 def test_check_model_rejects(output, noun):
     class Wrong(BaseModel):
-        if output:
-            build_network = staticmethod(lambda input, label, is_train=True: output(input))
+        build_network = staticmethod(lambda input, label, is_train=True: output(input))
 
     with pytest.raises(OptionError, match=noun):
         check_model(Wrong(), (3, 4, 4), 8)
+
+
+def test_a_network_without_build_network_cannot_be_made():
+    class Empty(BaseModel):
+        pass
+
+    with pytest.raises(TypeError, match="build_network"):
+        Empty()
 
 
 def test_check_model_does_not_break_tensors_cached_in_the_first_call():
