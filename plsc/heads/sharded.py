@@ -164,7 +164,6 @@ class ShardedHead(Head):
         self.contexts = SavedContexts(margin)
         self.computed_by: str | None = None  # the backend with its settings, which determine the last bits
         self.resumed_from: str | None = None  # the same, from the checkpoint
-        self._warned_of_positives = False
 
     @property
     def step(self) -> int:
@@ -435,9 +434,8 @@ class ShardedHead(Head):
         start, stop = self.class_range
         if start == stop:
             return None
-        ratio = self.sampling.ratio_at(self.step)
         positives = labels[(labels >= start) & (labels < stop)] - start
-        count = math.ceil((stop - start) * ratio)
+        count = math.ceil((stop - start) * self.sampling.ratio_at(self.step))
         rank = 0 if self.group is None else self.group.rank()
         # Each micro-batch and rank draws its own classes; nothing has to be saved to resume.
         key = hash_key(self.seed, self.step, len(self.contexts), rank)
@@ -455,15 +453,7 @@ class ShardedHead(Head):
         if self.neighbours is not None and listed is not None:
             wanted = min(int(count * self.sampling.hard), max(0, count - len(positives.unique())))
             near = self.neighbours.near(listed.cpu(), labels, wanted)
-        classes = draw_classes(positives, stop - start, count, key, near)
-        if len(classes) > count and not self._warned_of_positives:
-            self._warned_of_positives = True
-            warnings.warn(
-                f"the batch has {len(classes)} classes of this rank, more than the {count} of the sample "
-                f"ratio {ratio:g}; all of them are used",
-                stacklevel=7,  # the caller of the head
-            )
-        return classes
+        return draw_classes(positives, stop - start, count, key, near)  # more if the labels need more
 
     def _reduce(
         self, sums: Sums, target: _Target, near: tuple[Tensor, Tensor] | None = None
