@@ -183,14 +183,10 @@ def results_of_partition(folder: Path) -> Iterator[tuple[str, Any]]:
 def results_of_protocols() -> Iterator[tuple[str, Any]]:
     """Yield the result of every protocol for the same embeddings."""
     from plsc.evaluate.capacity import measure_capacity
+    from plsc.evaluate.curves import roc_curve
     from plsc.evaluate.identification import identify, split_gallery
     from plsc.evaluate.templates import pool_templates
     from plsc.evaluate.verification import scores, verify
-
-    try:
-        from plsc.evaluate.verification import roc_curve
-    except ImportError:  # a commit before these files were merged
-        from plsc.evaluate.curves import roc_curve
 
     try:
         from plsc.evaluate.identification import retrieval

@@ -17,10 +17,11 @@ from torch import Tensor
 from plsc.data.files import name_key
 from plsc.data.sources.base import FileSource, printable
 from plsc.errors import DataError
+from plsc.evaluate.curves import curve_and_thresholds
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.identification import IdentificationResult
 from plsc.evaluate.report import Result, Table
-from plsc.evaluate.verification import FARS, curve_and_thresholds, lines_of, wilson_interval
+from plsc.evaluate.verification import FARS, lines_of, wilson_interval
 from plsc.storage.urls import shown
 
 ACROSS = "across groups"

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from plsc.errors import DataError
-from plsc.evaluate.verification import area_under, roc_curve
+from plsc.evaluate.curves import area_under, roc_curve
 from plsc.storage.publish import replacing
 
 # The palette of Okabe and Ito, suitable for colour-blind readers.

@@ -32,6 +32,7 @@ from plsc.data.files import PathTable, is_hidden
 from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError, naming
+from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
 from plsc.evaluate.identification import (
     FPIRS,
@@ -44,7 +45,7 @@ from plsc.evaluate.identification import (
     unit_rows,
 )  # fmt: skip
 from plsc.evaluate.report import Result, Table
-from plsc.evaluate.verification import ListedImages, PairRates, rates_of_curve, roc_curve
+from plsc.evaluate.verification import ListedImages, PairRates, rates_of_curve
 from plsc.parallel.world import World
 from plsc.storage.blocks import streamed, text_lines
 

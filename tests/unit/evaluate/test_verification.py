@@ -7,17 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc.errors import DataError
+from plsc.evaluate.curves import area_under, equal_error_rate, roc_curve, tar_at_far
 from plsc.evaluate.report import write_report
-from plsc.evaluate.verification import (
-    area_under,
-    equal_error_rate,
-    read_pair_list,
-    roc_curve,
-    scores,
-    tar_at_far,
-    verify,
-    wilson_interval,
-)
+from plsc.evaluate.verification import read_pair_list, scores, verify, wilson_interval
 
 
 def naive_accuracy(embeddings, is_same, folds):
