@@ -271,7 +271,7 @@ def test_images_may_be_in_another_folder_and_are_named_with_their_first_line(fol
     elsewhere = tmp_path_factory.mktemp("lists")
     found = read_pair_list(write(elsewhere, b"a.png b.png 0\nb.png a.png 0\n"), folder)
     assert [found.images.name(index) for index in (0, 1)] == ["a.png (list.txt:1)", "b.png (list.txt:1)"]
-    assert found.images.path(1) == folder / "b.png"
+    assert found.images.path(1) == str(folder / "b.png")
     assert np.array_equal(found.pairs, [[0, 1], [1, 0]])
     (folder / "b.png").unlink()
     with pytest.raises(DataError, match=r"^b\.png \(list\.txt:1\): .*missing"):
