@@ -26,7 +26,7 @@ SAVED = mark_of(2, "run"), CheckpointError
 
 def make_head(folder=None, sampling=PAGES, **settings):
     settings = {"row_dtype": "int8", "seed": 4, **settings}
-    file = None if folder is None else WeightsFile(folder, range(CLASSES), DIMENSION, 4, None)
+    file = None if folder is None else WeightsFile(folder, range(CLASSES), DIMENSION, 4)
     return ShardedHead(CLASSES, DIMENSION, build_margin("arcface"), sampling=sampling, file=file, **settings)
 
 
