@@ -10,7 +10,7 @@ from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
 from plsc.config.data import FormatArguments
-from plsc.config.option import Size, at_least
+from plsc.config.option import Size, at_least, one_of
 from plsc.version import install
 
 
@@ -195,6 +195,7 @@ GROUP = Group(
                     str,
                     "stop",
                     "a sample that cannot be read: stop or skip, which decodes the images to try",
+                    check=one_of("stop", "skip"),
                 ),
             ),
         ),
@@ -217,7 +218,11 @@ GROUP = Group(
                 _OUT,
                 Argument("held_out", float, 0.1, "share that is held out, above 0 and below 1"),
                 Argument(
-                    "by", str, "class", "what is held out: whole classes (class), or a share of each (image)"
+                    "by",
+                    str,
+                    "class",
+                    "what is held out: whole classes (class), or a share of each (image)",
+                    check=one_of("class", "image"),
                 ),
                 Argument("halves", bool, False, "instead, divide the images of each class in two"),
                 Argument("seed", int, 0, "seed of the choice"),

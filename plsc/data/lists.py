@@ -17,21 +17,20 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from plsc.data.files import name_key
 from plsc.data.sources import Source, open_source
 from plsc.data.sources.base import FileSource, printable
-from plsc.errors import DataError, OptionError, check_name, suggest
+from plsc.errors import DataError, check_name
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
 from plsc.storage.urls import is_url, shown, without_secrets
 from plsc.version import __version__
 
 _UNLISTABLE = re.compile(r"[\t\r\n\ud800-\udfff]|\A\s|\s\Z")  # a file name that is not UTF-8 has surrogates
-_BY = ("class", "image")
 _MOST_PAIRS = 30_000  # same pairs, and as many different ones
 _LEAST_PAIRS = 5  # of each kind: the accuracy of a pair list needs ten pairs
 
@@ -140,7 +139,7 @@ def split(
     out: str | Path,
     *,
     held_out: float = 0.1,
-    by: str = "class",
+    by: Literal["class", "image"] = "class",
     halves: bool = False,
     seed: int = 0,
     **reading: Any,
@@ -159,13 +158,8 @@ def split(
         The content of ``origin.json``, with the counts, and `folder`, that of the images.
 
     Raises:
-        OptionError: an argument is out of range.
         DataError: invalid data, nothing can be held out, or the folder exists.
     """
-    if by not in _BY:
-        raise OptionError(f"by is {by!r}; {suggest(by, _BY)}")
-    if not 0 < held_out < 1:
-        raise OptionError(f"held_out is {held_out}; expected a share above 0 and below 1, such as 0.1")
     with publishing_folder(out) as folder:
         _, listing = read_listing(location, **reading)
         is_second = halves_of(listing) if halves else held_out_of(listing, held_out, by, seed)
@@ -228,7 +222,7 @@ def held_out_of(listing: Listing, share: float, by: str, seed: int) -> np.ndarra
         held = np.bincount(np.sort(listing.labels), weights=is_held)
         wanted = np.minimum(held, np.bincount(listing.labels) - 1)
         found = place_in_class(listing.labels, _hashes(listing.paths, seed)) < wanted[listing.labels]
-    if not found.any():
+    if not (0 < share < 1 and found.any()):
         raise DataError(f"a share of {share:g} by {by} is none: a class, and an image of each, must be left")
     return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +19,7 @@ from plsc.data.sources import Source, open_source
 from plsc.data.sources.columns import check_class_name
 from plsc.data.sources.parquet import class_label_metadata
 from plsc.data.sources.recordio import frame, pack_image
-from plsc.errors import DataError, OptionError, naming, suggest
+from plsc.errors import DataError, naming
 from plsc.machine import Counter
 from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
@@ -27,7 +27,6 @@ from plsc.storage.urls import base_name, is_url, join, shown
 Samples = Iterable[tuple[bytes, int]]
 Write = Callable[..., int]
 
-BROKEN_CHOICES = ("stop", "skip")
 _MOST_TOLD = 20
 _PART = "part-00000"
 _SCHEMA = pa.schema([pa.field("image", pa.binary(), nullable=False), pa.field("label", pa.int64())])
@@ -145,7 +144,9 @@ class Conversion:
     lost_names: int = 0
 
 
-def convert(location: str, destination: str, *, broken: str = "stop", **reading: Any) -> Conversion:
+def convert(
+    location: str, destination: str, *, broken: Literal["stop", "skip"] = "stop", **reading: Any
+) -> Conversion:
     """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 
     Class names are kept in .parquet; other formats have no room for them. Both locations may be fsspec URLs.
@@ -160,8 +161,6 @@ def convert(location: str, destination: str, *, broken: str = "stop", **reading:
     Raises:
         DataError, OptionError: invalid data or arguments, or the destination cannot be written.
     """
-    if broken not in BROKEN_CHOICES:
-        raise OptionError(f"broken is {broken!r}; {suggest(broken, BROKEN_CHOICES)}")
     write = writer_of(destination)
     refuse_existing(destination.rstrip("/"))
     source = open_source(location, **reading)

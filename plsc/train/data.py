@@ -158,19 +158,19 @@ def _open_generator(
     example: Input | None,
 ) -> TrainingData:
     data, class_num = options.data, options.head.class_num
-    check_no_landmarks(data.landmarks, "a generator reader")
     if class_num is None:
         raise OptionError("the number of classes of a generator reader is unknown; set head.class_num")
     order, _ = name_and_arguments(data.order)
-    if order in ("balanced", "classes"):
-        raise OptionError(
-            f"data.order '{order}' needs the labels of all samples, but a generator reader has none "
-            "in advance; pass a map-style Dataset, or use another order"
-        )
-    if transform is not None:
-        raise OptionError(
-            "train_transform cannot be used with a generator reader; transform the images in the reader"
-        )
+    for is_set, what in (
+        (data.landmarks is not None, "data.landmarks is set; align the images in the reader"),
+        (
+            order in ("balanced", "classes"),
+            f"data.order '{order}' needs all labels in advance; use a Dataset",
+        ),
+        (transform is not None, "train_transform is set; transform the images in the reader"),
+    ):
+        if is_set:
+            raise OptionError(f"train_reader is a generator reader, but {what}")
     num_samples = data.train_image_num or _length_of(reader)
     # The forked process cannot start workers itself.
     has_workers = getattr(getattr(reader, "__self__", None), "num_workers", 0) > 0

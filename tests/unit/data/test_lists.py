@@ -10,7 +10,7 @@ from plsc import cli
 from plsc.data.lists import Listing, draw_pairs, halves_of, held_out_of, read_listing, split, write_list
 from plsc.data.sources import open_source
 from plsc.data.writers import writer_of
-from plsc.errors import DataError, OptionError
+from plsc.errors import DataError
 from plsc.evaluate.identification import split_gallery
 from plsc.evaluate.verification import read_pair_list
 
@@ -203,12 +203,12 @@ def test_files_that_the_held_out_images_do_not_suffice_for_are_absent_and_named(
 
 
 def test_what_cannot_be_split_is_refused_and_writes_nothing(faces, tmp_path):
-    for arguments, error, message in (
-        ({"by": "classes"}, OptionError, "by"),
-        ({"held_out": 1.0}, OptionError, "held_out"),
-        ({"by": "image", "held_out": 0.01}, DataError, "share"),
+    for arguments, message in (
+        ({"held_out": 1.5}, "share"),
+        ({"held_out": -0.5}, "share"),
+        ({"by": "image", "held_out": 0.01}, "share"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(DataError, match=message):
             split(faces, tmp_path / "out", **arguments)
     (tmp_path / "one").mkdir()
     (faces / "0000").rename(tmp_path / "one/0000")
