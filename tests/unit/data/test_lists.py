@@ -10,7 +10,7 @@ from plsc import cli
 from plsc.data.lists import Listing, draw_pairs, halves_of, held_out_of, read_listing, split, write_list
 from plsc.data.sources import open_source
 from plsc.data.writers import writer_of
-from plsc.errors import DataError
+from plsc.errors import DataError, OptionError
 from plsc.evaluate.identification import split_gallery
 from plsc.evaluate.verification import read_pair_list
 
