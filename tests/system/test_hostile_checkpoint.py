@@ -270,7 +270,7 @@ def hostile(spec):
                   {"class_depth": 7}, {"crop_padding": 7}, {"name": "balanced", "balance": 0.2},
                   {"name": "cosine", "steps": 7},
                   {"incr_ratio": 7.0}, {"kernels": "torch"}, {"custom_black_list": ["relu"]}, {"a": 7.0},
-                  "tensorboard", "file:///tmp/a", "memory:1G"):  # fmt: skip
+                  "tensorboard", "profile", "file:///tmp/a", "memory:1G"):  # fmt: skip
         try:
             if spec.checked(value) != spec.default:
                 return value

@@ -189,7 +189,7 @@ def test_a_run_with_an_optimizer_of_other_people_resumes_to_the_same_bits(make, 
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "noun"), [(Unmade, OptionError, "super"), (ForgetsInner, CheckpointError, "inner")]
+    ("make", "error", "noun"), [(Unmade, AttributeError, "hooks"), (ForgetsInner, CheckpointError, "inner")]
 )
 def test_an_optimizer_that_cannot_step_or_be_saved_is_refused_at_the_start(
     make, error, noun, dataset, tmp_path
