@@ -518,7 +518,7 @@ def run_head(case: Case, gpu: PretendGPU) -> None:
     world = _world(case.ranks)
     is_offloaded = options["offload"]
 
-    def rows(seed: int, start: int, stop: int, width: int, dtype: Any, norm: Any) -> Any:
+    def rows(seed: int, start: int, stop: int, width: int, dtype: Any) -> Any:
         shape = (stop - start, width + (4 if dtype is torch.int8 else 0))
         return torch.empty(shape, dtype=dtype, device="cpu" if is_offloaded else "cuda:0")
 

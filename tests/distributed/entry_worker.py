@@ -107,7 +107,7 @@ class Norms(Callback):
 def logged(ins):
     """Return the entries that a logger got, and the norms."""
     ins.set_log_period(2)
-    ins.set_callbacks(("gradient_norm", "images"))
+    ins.set_callbacks("gradient_norm")
     logger, norms = Remember(), Norms()
     ins.add_callback(norms)
     ins.set_loggers("jsonl", logger)

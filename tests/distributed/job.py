@@ -24,9 +24,8 @@ from tests.undrawn import draw_nothing
 
 def small_entry(dataset: str | Path, save_dir: str | Path) -> Entry:
     """Return an entry that trains a small network for two epochs."""
-    return entry(
-        dataset, save_dir, set_train_batch_size=8, set_train_epochs=2, set_lr=0.01, set_num_workers=0
-    )
+    how = {"set_emb_size": 16, "set_train_batch_size": 8, "set_train_epochs": 2, "set_with_test": True}
+    return entry(dataset, save_dir, **how, set_lr=0.01, set_num_workers=0)
 
 
 def run(dataset: str, save_dir: str, *settings: str) -> None:

@@ -164,7 +164,7 @@ def test_grown_classes_are_trained_by_a_schedule_of_their_own(trained, tmp_path,
     ins.set_lr_schedule("polynomial", power=5)
     ins.set_checkpoint_dir(tmp_path / "grown")
     ins.train()
-    assert "note: the classes were changed" in capsys.readouterr().out
+    assert "note: the rest of the schedule" in capsys.readouterr().out
 
 
 def test_the_printed_command_names_no_code_of_the_checkpoint(trained, tmp_path, capsys):

@@ -135,7 +135,7 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
         assert not (save_dir / "0").exists()
         return str(caught.value)
 
-    assert "only one" in refusal(trained, set_checkpoint_dir=str(trained))
+    assert "exclude" in refusal(trained, set_checkpoint_dir=str(trained))
     assert "manifest.json" in refusal(tmp_path)
     torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "a.pth")
     assert "network: a" in refusal(tmp_path / "a.pth")
