@@ -39,7 +39,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from plsc.data.augment import Augmentation
 from plsc.data.loader import Recipe, SourceLoader
 from plsc.data.order import BatchPlan
 from plsc.data.sources import open_source
@@ -143,7 +142,7 @@ def torch_loader(
 def read_with_plsc(source: Source, threads: int) -> Callable[[], int]:
     """Return a way: an epoch of the loader of plsc, with its default settings."""
     plan = BatchPlan(len(source), BATCH, 1, seed=0, last_batch="keep")
-    recipe = Recipe(SHAPE, seed=0, augmentation=Augmentation(flip=True))
+    recipe = Recipe(SHAPE, seed=0, flip=True)
     loader = SourceLoader(source, plan, 0, recipe, num_workers=threads)
     epochs = iter(range(10**6))
     return lambda: sum(len(batch) for batch in loader.epoch(next(epochs)))

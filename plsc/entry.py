@@ -54,7 +54,7 @@ class Entry(OriginalSetters):
     Attributes:
         train_reader: a function that returns a generator of (image float32 [C, H, W], label) or of batches
             of these, a torch Dataset of (image, label), or a DataLoader; replaces the dataset folder.
-        train_transform: a transform of training images, after resizing and built-in augmentation, such as
+        train_transform: a transform of training images, after resizing, such as
             from torchvision.transforms.v2; its input is uint8 [C, H, W].
         test_reader: ``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test.
         predict_reader: like train_reader; a generator may yield images without labels.

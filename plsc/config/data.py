@@ -23,31 +23,6 @@ from plsc.config.option import (
 )
 
 
-def _three_shares(values: tuple[float, ...]) -> str | None:
-    good = len(values) == 3 and all(0 <= value <= 1 for value in values)
-    return None if good else "three numbers from 0 to 1: brightness, contrast, saturation"
-
-
-@dataclass(frozen=True)
-class AugmentationArguments:
-    """Arguments of `data.augmentation`."""
-
-    crop_padding: int = declare(
-        0, "pad each side by this many black pixels, then crop at random", check=between(0, 4096)
-    )
-    colour_jitter: tuple[float, ...] = declare(
-        (0.0, 0.0, 0.0),
-        "multiply brightness, contrast and saturation by factors in [1 - x, 1 + x]",
-        check=_three_shares,
-    )
-    low_resolution: float = declare(
-        0.0, "share of images that are downscaled to 25-100 % and upscaled again", check=between(0, 1)
-    )
-    random_erasing: float = declare(
-        0.0, "share of images with a random grey rectangle (2-20 % of the area)", check=between(0, 1)
-    )
-
-
 @dataclass(frozen=True)
 class OrderArguments:
     """Arguments of the orders of samples."""
@@ -171,12 +146,6 @@ class DataOptions:
         "what to do with an unusable sample: stop, or skip it",
         "set_bad_images(policy)",
         one_of("stop", "skip"),
-    )
-    augmentation: dict[str, Any] | None = of_run(  # noqa: RUF009
-        None,
-        f"augmentation of training images: {described_fields(AugmentationArguments)}",
-        "set_augmentation(**augmentation)",
-        arguments_of(AugmentationArguments, "data.augmentation"),
     )
     flip: bool = of_model(
         True,

@@ -289,7 +289,7 @@ def read_arguments(
 ) -> T:
     """Return a dataclass of declared fields made from a mapping; OptionError for an unknown or invalid item.
 
-    what: names the mapping in errors, such as 'data.augmentation'. accepted: the fields that may be set, by
+    what: names the mapping in errors, such as 'data.order'. accepted: the fields that may be set, by
     default all.
     """
     fields, _ = read_fields(factory, value or {}, what)

@@ -176,14 +176,6 @@ class Setters:
     def set_bad_images(self, policy: str) -> None:
         """Set ``data.bad_images``: what to do with an unusable sample: stop, or skip it. Default: 'stop'."""
 
-    def set_augmentation(self, **arguments: Any) -> None:
-        """Set ``data.augmentation``: augmentation of training images: crop_padding (pad each side by this
-        many black pixels, then crop at random); colour_jitter (multiply brightness, contrast and
-        saturation by factors in [1 - x, 1 + x]); low_resolution (share of images that are downscaled to
-        25-100 % and upscaled again); random_erasing (share of images with a random grey rectangle (2-20
-        % of the area)). Default: None.
-        """
-
     def set_flip(self, flip: bool) -> None:
         """Set ``data.flip``: flip training images with probability 0.5; in evaluation, add the flipped
         image's embedding. Default: True.
@@ -333,7 +325,7 @@ class Setters:
         """
 
     def set_seed(self, seed: int) -> None:
-        """Set ``train.seed``: random seed of weights, order, augmentation and dropout. Default: 0."""
+        """Set ``train.seed``: random seed of weights, order, flips and dropout. Default: 0."""
 
     def set_deterministic(self, flag: bool) -> None:
         """Set ``train.deterministic``: use deterministic algorithms only. Default: False."""

@@ -101,7 +101,7 @@ class TrainOptions:
         needs=need("train.with_test", True),
     )
     seed: int = of_run(
-        0, "random seed of weights, order, augmentation and dropout", "set_seed(seed)", between(0, 2**31 - 1)
+        0, "random seed of weights, order, flips and dropout", "set_seed(seed)", between(0, 2**31 - 1)
     )
     deterministic: bool = of_run(False, "use deterministic algorithms only", "set_deterministic(flag)")
     limit_train_batches: int | float = of_run(

@@ -1,4 +1,4 @@
-"""Make batches of an indexed source: read, decode, augment; ahead of time, by threads or processes.
+"""Make batches of an indexed source: read, decode, transform; ahead of time, by threads or processes.
 
 Samples may be cached in memory or on a local disk, up to a limit, as they are first read. Entries are never
 evicted: every epoch reads every sample once in a new order, so all are equally useful.
@@ -10,23 +10,14 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from plsc.data.augment import (
-    Augmentation,
-    Draws,
-    IsolatedRandom,
-    Operation,
-    Transform,
-    apply_transform,
-    are_mirrored,
-    augment,
-)
+from plsc.data.augment import IsolatedRandom, Operation, Transform, apply_transform, are_mirrored
 from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.order import BatchPlan
@@ -58,7 +49,7 @@ class Recipe:
 
     image_shape: ImageShape
     seed: int
-    augmentation: Augmentation = field(default_factory=Augmentation)
+    flip: bool = True
     transform: Transform | None = None
     bad_images: str = "stop"
     class_num: int | None = None
@@ -174,14 +165,13 @@ class BatchReader:
     def __init__(self, source: Source, recipe: Recipe) -> None:
         self.source = source
         self.recipe = recipe
-        self._changes_pixels = recipe.augmentation.changes_pixels or recipe.transform is not None
 
     def read(self, request: Request, ring: BufferRing, stopped: Callable[[], bool] = lambda: False) -> Batch:
         """Return the batch of a request.
 
         Raises:
             DataError: names the sample; for a bad sample if ``bad_images`` is ``stop``, and for an error of
-                the transform or augmentation.
+                the transform.
             Stopped: ``stopped()`` returned True.
         """
         epoch, indices = request
@@ -209,8 +199,8 @@ class BatchReader:
                     raise DataError(f"{error}{hint}", kind=error.kind) from None
                 batch.problems.append(BadSample.from_error(error))
                 continue
-            if example is None and (image is not None or self._changes_pixels):
-                image = self._augmented(index, epoch, out, image)
+            if example is None and self.recipe.transform is not None:
+                image = self._transformed(self.recipe.transform, index, epoch, out, image)
             if image is not None:
                 floats.append(image)
             if filled and len(floats) not in (0, filled + 1):
@@ -221,7 +211,7 @@ class BatchReader:
             batch.images = stack_inputs(floats, example)
         else:
             batch.images = torch.stack(floats) if floats else images[: len(used)]
-            if self.recipe.augmentation.flip:
+            if self.recipe.flip:
                 mirrored = are_mirrored(self.recipe.seed, epoch, np.array(used, np.int64))
                 batch.mirrored = torch.from_numpy(mirrored) if mirrored.any() else None
         batch.labels = torch.tensor(labels, dtype=torch.int64)
@@ -241,18 +231,13 @@ class BatchReader:
                 return label, decode_into(data, out)
             return label, as_input(data, recipe.example)
 
-    def _augmented(
-        self, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
+    def _transformed(
+        self, transform: Transform, index: int, epoch: int, out: np.ndarray, image: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Augment the pixels in ``out`` or the float image, without the flip; return a float image."""
-        recipe = self.recipe
-        draws = Draws(recipe.seed, epoch, index)
+        """Transform the pixels in ``out`` or the float image, without the flip; return a float image."""
         pixels = out if image is None else image.numpy().transpose(1, 2, 0)
         with naming(self.source.name, index):  # an error in the transform, not in the image: never skipped
-            augment(pixels, recipe.augmentation, draws)
-            if recipe.transform is None:
-                return image
-            result = apply_transform(recipe.transform, pixels, seed=recipe.seed, epoch=epoch, sample=index)
+            result = apply_transform(transform, pixels, seed=self.recipe.seed, epoch=epoch, sample=index)
         if result.dtype != torch.uint8:
             return result
         np.copyto(out, result.permute(1, 2, 0).numpy())

@@ -83,7 +83,7 @@ class BatchPlan:
         return -(-self.global_batch // self.ranks)
 
     def draw_epoch(self, epoch: int, step: int) -> int:
-        """Return the number that seeds augmentation in addition to the sample: the epoch."""
+        """Return the number that seeds the changes of an image in addition to the sample: the epoch."""
         return epoch
 
     def samples_at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
@@ -234,7 +234,7 @@ class _PlanByClass(BatchPlan):
         return np.argsort(self.labels, kind="stable"), np.cumsum(self._counts) - self._counts
 
     def draw_epoch(self, epoch: int, step: int) -> int:
-        """Return the number that seeds augmentation in addition to the sample: the step of the run."""
+        """Return the number that seeds the changes of an image besides the sample: the step of the run."""
         return epoch * self.steps_per_epoch + step
 
     def _images_at(self, classes: np.ndarray, numbers: np.ndarray, places: np.ndarray) -> np.ndarray:

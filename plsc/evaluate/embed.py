@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plsc.data.augment import Augmentation
 from plsc.data.batch import Batch, BufferRing, copied_in_side_stream
 from plsc.data.loader import BatchReader, Recipe
 from plsc.data.sources.base import Source
@@ -156,7 +155,7 @@ def embed_batches(
     example = getattr(model, "example_input", None)
     if flip and example is not None:
         raise DataError(f"{name}: the network takes no images, so they cannot be flipped; set flip=False")
-    recipe = Recipe(image_shape, 0, Augmentation(flip=False), bad_images=bad_images, example=example)
+    recipe = Recipe(image_shape, 0, flip=False, bad_images=bad_images, example=example)
     device = torch.device(device)
     is_late = is_late and device.type == "cuda"
     ring = BufferRing(batch_size, image_shape, pin=device.type == "cuda")

@@ -26,7 +26,6 @@ from plsc.parallel.world import World
 from plsc.predict.network import Trained, load_trained
 from plsc.train.build import build_trained_head
 from plsc.train.callbacks import Run, UserParts
-from plsc.train.data import NO_AUGMENTATION
 from plsc.train.folder import RunFolder
 from plsc.train.restore import restore
 from plsc.train.run import build_run, settle
@@ -130,7 +129,7 @@ def run_dominant(options: Options, world: World, user: UserParts, output: Path) 
     if output.exists() or output.is_symlink():
         raise OptionError(f"{output} exists already; choose a new path")
     plain = settle(options, (path, manifest), world.size, user.model)
-    as_predicted = plain.changed(NO_AUGMENTATION)
+    as_predicted = plain.changed({"data.flip": False})
     plain_user = dataclasses.replace(user, train_transform=None)
     run = build_run(as_predicted, world, plain_user, (path, manifest))
     head = run.head

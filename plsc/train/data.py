@@ -18,9 +18,9 @@ from plsc.checkpoint.classes import MAP_NAME
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config
-from plsc.config.data import AugmentationArguments, cache_place
-from plsc.config.option import name_and_arguments, read_arguments, shown_value
-from plsc.data.augment import Augmentation, Transform
+from plsc.config.data import cache_place
+from plsc.config.option import name_and_arguments, shown_value
+from plsc.data.augment import Transform
 from plsc.data.class_names import ClassNames
 from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan
@@ -43,11 +43,6 @@ _MANY_CLASSES = 10_000
 _MUCH_EMPTIER = 10  # classes per image
 
 Loader = SourceLoader | ReaderLoader
-NO_AUGMENTATION = {
-    "data.flip": False,
-    "data.augmentation": None,
-}
-"""Values of the options that disable all augmentations."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ def open_training_data(
     """
     data, seed, is_strict = options.data, options.train.seed, options.data.bad_images == "stop"
     if example is not None:
-        wrong = [path for path, off in NO_AUGMENTATION.items() if options.get(path) != off]
-        _check_not_images(reader, transform, data.cache, [p for p in wrong if p in options.explicit])
+        wrong = ["data.flip"] * (data.flip and "data.flip" in options.explicit)
+        _check_not_images(reader, transform, data.cache, wrong)
     if reader is not None and is_generator_reader(reader, "train_reader"):
         return _open_generator(options, world, reader, transform, global_batch, checkpoint, example)
 
@@ -115,7 +110,7 @@ def open_training_data(
     recipe = Recipe(
         options.model.image_shape,
         options.train.seed,
-        _augmentation(data.flip, data.augmentation),
+        data.flip,
         transform,
         data.bad_images,
         class_num,
@@ -128,13 +123,6 @@ def open_training_data(
         source, plan, world.rank, recipe, num_workers=data.num_workers, pin_memory=pin_memory
     )
     return TrainingData(loader, len(source), class_num, [*notes, loader.describe()], class_names=names)
-
-
-def _augmentation(flip: bool, arguments: Mapping[str, Any] | None) -> Augmentation:
-    given = read_arguments(AugmentationArguments, arguments, "data.augmentation")
-    return Augmentation(
-        flip, given.crop_padding, given.colour_jitter, given.low_resolution, given.random_erasing
-    )
 
 
 def _check_not_images(reader: Any, transform: Transform | None, cache: str, wrong: list[str]) -> None:

@@ -232,7 +232,7 @@ class Trainer:
     def _read(self) -> Generator[Batch, None, None]:
         """Yield the remaining batches of the epoch."""
         run, position = self._run, self._position
-        # An epoch's number decides its order and augmentation.
+        # An epoch's number decides its order and random changes.
         batches = run.data.loader.epoch(position.epoch, position.step_in_epoch)
         return copied_in_side_stream(batches, run.world.device)
 

@@ -53,10 +53,10 @@ def arc_iterator(
     """Return a reader like `train`, for a file list at any path.
 
     Names in the list are relative to its folder. Without `normalize`, images are float32 in 0..255. Raises
-    OptionError for color_jitter and rotate: use the augmentation options of plsc instead.
+    OptionError for color_jitter and rotate: use a transform of torchvision instead.
     """
     if color_jitter or rotate:
-        raise OptionError("color_jitter and rotate are not supported by this reader; see data.augmentation")
+        raise OptionError("color_jitter and rotate are not supported by this reader; use train_transform")
     path = Path(file_list)
     source = Base64Source(path.parent, path.name)
     return _reader(source, class_dim, image_shape, rand_mirror, normalize)

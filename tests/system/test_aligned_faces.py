@@ -31,12 +31,9 @@ def weights(checkpoint):
     return plsc.load_network(checkpoint).state_dict()
 
 
-PADDED = {"set_augmentation": {"crop_padding": 2}}
-
-
 @pytest.fixture(scope="module")
 def trained(folders, tmp_path_factory):
-    return entry(folders[1], tmp_path_factory.mktemp("run"), **PADDED).train().checkpoint
+    return entry(folders[1], tmp_path_factory.mktemp("run")).train().checkpoint
 
 
 @pytest.mark.parametrize(
@@ -46,7 +43,7 @@ def trained(folders, tmp_path_factory):
 def test_training_on_photos_is_training_on_their_aligned_faces(folders, trained, tmp_path, settings):
     if "set_val_dir" in settings:
         settings = {**settings, "set_val_dir": folders[0]}
-    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", **PADDED, **settings)
+    ins = entry(folders[0], tmp_path, set_landmarks="landmarks.txt", **settings)
     found, expected = weights(ins.train().checkpoint), weights(trained)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

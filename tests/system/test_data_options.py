@@ -46,7 +46,7 @@ def losses(dataset, save_dir, **settings):
     return losses_of(save_dir)
 
 
-def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tmp_path):
+def test_loaders_and_caches_do_not_change_a_run_but_flips_and_order_do(tmp_path):
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=8)
     plain = losses(dataset, tmp_path / "0")
     same = [{"set_num_workers": 0, "set_cache": "memory:1G"}, {"set_cache": f"{tmp_path}:1M"}]
@@ -54,7 +54,7 @@ def test_loaders_and_caches_do_not_change_a_run_but_augmentation_and_order_do(tm
         assert losses(dataset, tmp_path / f"same{number}", **settings) == plain, settings
     other = [
         {"set_order": {"order": "block", "block_samples": 4, "pool_samples": 12}},
-        {"set_augmentation": {"random_erasing": 1.0}},
+        {"set_flip": False},
     ]
     for number, settings in enumerate(other):
         assert losses(dataset, tmp_path / f"other{number}", **settings) != plain, settings

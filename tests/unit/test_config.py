@@ -66,7 +66,6 @@ MAPPINGS = {
     "head.execution": ((), {"kernels": "torch"}),
     "head.class_margins": ((), {"a": 0.5, "b": 0.05}),
     "data.format_arguments": (("folder",), {"class_depth": 2}),
-    "data.augmentation": ((), {"crop_padding": 2, "colour_jitter": [0.1, 0.2, 0.3]}),
     "precision.lists": ((), {"custom_white_list": ["softmax"]}),
     "precision.scaling_arguments": ((), {"incr_ratio": 3.0}),
 }

@@ -13,8 +13,6 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from plsc.config import Options
-from plsc.config.data import AugmentationArguments
-from plsc.config.option import read_arguments
 from plsc.data.sources import TorchDatasetSource
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
@@ -23,7 +21,6 @@ from plsc.parallel.world import World
 from plsc.train.build import open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.data import (
-    NO_AUGMENTATION,
     count_classes,
     open_labelled,
     open_training_data,
@@ -68,17 +65,6 @@ def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(data
     plain = feed(dataset, data__flip=False)
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
-
-
-def test_the_augmentation_of_the_options_reaches_the_images(dataset):
-    plain = next(feed(dataset, data__flip=False).loader.epoch(0)).images
-    for setting in (
-        {"data__augmentation": {"crop_padding": 2}},
-        {"data__augmentation": {"colour_jitter": (0.5, 0.5, 0.5)}},
-        {"data__augmentation": {"low_resolution": 1.0}},
-        {"data__augmentation": {"random_erasing": 1.0}},
-    ):
-        assert not torch.equal(next(feed(dataset, data__flip=False, **setting).loader.epoch(0)).images, plain)
 
 
 def test_a_balanced_order_and_batches_of_classes_come_from_the_options(tmp_path):
@@ -166,23 +152,6 @@ class Nothing:
 
     def __getitem__(self, index):
         raise IndexError(index)
-
-
-def test_augmentation_switched_off_leaves_images_alone():
-    arguments = {
-        "crop_padding": 4,
-        "colour_jitter": (0.1, 0.2, 0.3),
-        "low_resolution": 0.5,
-        "random_erasing": 0.5,
-    }
-    switched = read_arguments(AugmentationArguments, arguments, "data.augmentation")
-    assert all(vars(switched).values())  # every kind is on, a new one must be added above
-    options = Options()
-    options.set("data.augmentation", arguments)
-    options.set_together(NO_AUGMENTATION)
-    left = options.data.augmentation
-    assert read_arguments(AugmentationArguments, left, "data.augmentation") == AugmentationArguments()
-    assert options.data.flip is False
 
 
 def options_of(location: object, **more: str) -> Options:

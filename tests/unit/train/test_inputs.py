@@ -143,7 +143,7 @@ def test_a_wrong_example_is_refused(example):
 @pytest.mark.parametrize(
     ("reader", "changes", "noun"),
     [
-        (Pairs(), {"data__augmentation": {"crop_padding": 2}}, "augmentation"),
+        (Pairs(), {"data__flip": True}, "flip"),
         (Pairs(), {"data__cache": "memory:1M"}, "cache"),
         (None, {}, "train_reader"),
     ],

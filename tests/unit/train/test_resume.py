@@ -79,13 +79,13 @@ def kinds_of_data(dataset):
         "optim__schedule": "polynomial", "optim__warmup_steps": "1ep",
     }  # fmt: skip
     return {
-        "global": ({"train__test_period": 2, "data__augmentation": {"colour_jitter": (0.3, 0.3, 0.3)}}, None),
+        "global": ({"train__test_period": 2}, None),
         "block, threads": ({"data__order": block, "data__num_workers": 2}, None),
         "adam, polynomial": (adam, None),
         "balanced": ({"data__order": {"name": "balanced", "balance": 0.2}}, None),
         "classes": ({"data__order": {"name": "classes", "images_per_class": 2}}, None),
         "sequential, keep": ({"data__order": "sequential", "data__last_batch": "drop"}, None),
-        "dataset": ({"data__augmentation": {"crop_padding": 2}}, samples),
+        "dataset": ({}, samples),
         # Its steps end with an epoch, whose length only an epoch seen to its end has told.
         "generator": ({"head__class_num": 6, "train__steps": 10, "train__epochs": 9}, reader),
         "generator ahead": ({"head__class_num": 6, "data__num_workers": 1}, reader),
