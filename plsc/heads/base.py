@@ -36,8 +36,6 @@ from plsc.parallel.collectives import (
     to_device,
 )
 
-_EQUAL = 1e-6  # unit vectors with less variance count as equal
-
 
 @dataclass
 class HeadOutput:
@@ -51,8 +49,6 @@ class HeadOutput:
         accuracy: fraction of the global batch whose label has the highest logit without margin; None if
             not requested.
         accuracy_top5: fraction whose label has one of the five highest logits without margin, or None.
-        effective_rank: see `effective_rank`, for the embeddings of the global batch: near 1 when the network
-            collapses, 0 if all embeddings are equal; None if not requested.
         finite: bool scalar, whether all embeddings of the global batch are finite.
     """
 
@@ -60,7 +56,6 @@ class HeadOutput:
     mean_loss: Tensor
     batch: int
     accuracy: Tensor | None
-    effective_rank: Tensor | None
     finite: Tensor
     accuracy_top5: Tensor | None = None
 
@@ -132,7 +127,6 @@ class Head(nn.Module):
         embeddings: Tensor,
         labels: Tensor,
         with_accuracy: bool = False,
-        with_gauge: bool = False,
         sizes: list[int] | None = None,
         all_labels: Tensor | None = None,
     ) -> HeadOutput:
@@ -142,7 +136,6 @@ class Head(nn.Module):
             embeddings: [b, D], floating point; b may differ between ranks.
             labels: int64 [b], in 0..C-1; also an array or a list.
             with_accuracy: compute `HeadOutput.accuracy` and `accuracy_top5`.
-            with_gauge: compute `HeadOutput.effective_rank`.
             sizes: b of every rank, if the caller knows it and has checked the labels; this avoids a
                 synchronisation with the GPU.
             all_labels: with `sizes`, the labels of the global batch [B] on the CPU, if the caller knows them;
@@ -153,11 +146,7 @@ class Head(nn.Module):
         """
         labels = check_batch(embeddings, labels, self.emb_size)
         batch = gather_batch(embeddings.detach(), labels, self.class_num, self.group, sizes, all_labels)
-        output = self._loss_of(batch, embeddings, labels, with_accuracy)
-        if with_gauge:
-            with torch.autocast(embeddings.device.type, enabled=False):
-                output.effective_rank = effective_rank(batch.embeddings)
-        return output
+        return self._loss_of(batch, embeddings, labels, with_accuracy)
 
     @torch.no_grad()
     def topk(self, embeddings: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -336,19 +325,6 @@ def gather_batch(
     return GlobalBatch(gather_rows(embeddings, sizes, group), all_labels, sizes, mine, known)
 
 
-def effective_rank(embeddings: Tensor) -> Tensor:
-    """Return the participation ratio of the normalised embeddings [B, D]: how many dimensions they use.
-
-    (sum of l)^2 / (sum of l^2) over the eigenvalues l of their covariance. The range is 1 to min(B - 1, D);
-    0 means that all vectors are equal to about three digits.
-    """
-    unit, _ = normalised(embeddings.detach().float())
-    centred = unit - unit.mean(dim=0)
-    gram = centred.T @ centred if len(unit) > unit.shape[1] else centred @ centred.T
-    total = gram.trace()
-    return torch.where(total <= _EQUAL * len(unit), 0.0, total.square() / gram.square().sum())
-
-
 class DenseHead(Head):
     """Replicated head: every rank holds the weights of all C classes; arguments as in `Head`.
 
@@ -399,7 +375,6 @@ class DenseHead(Head):
             mean_loss=measured[0],
             batch=total,
             accuracy=measured[1] / total if with_accuracy else None,
-            effective_rank=None,
             finite=lengths.isfinite().all(),
             accuracy_top5=measured[2] / total if with_accuracy else None,
         )

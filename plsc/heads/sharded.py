@@ -196,7 +196,7 @@ class ShardedHead(Head):
             if weight.dtype is torch.int8:  # has no gradient, but backward() must be called
                 weight = mean_loss.new_zeros((), requires_grad=True)
             loss = HeadLoss.apply(embeddings, weight, self.bias, self, mean_loss, context, gradient)
-        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, None, finite, top5)
+        return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, finite, top5)
 
     def extra_repr(self) -> str:
         """Return the class range, dtype and sampling for repr()."""

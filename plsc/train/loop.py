@@ -31,7 +31,7 @@ STOP_SECONDS = 60.0
 """How long a run may take to save and upload its state after a signal to stop."""
 
 # Metrics that only logged steps compute.
-_GAUGES = ("accuracy", "accuracy_top5", "effective_rank")
+_GAUGES = ("accuracy", "accuracy_top5")
 
 
 @dataclass

@@ -54,7 +54,7 @@ from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
 from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
-from plsc.train.watch import LayerTable, LearningCheck, Profile, Progress, WeightAverage
+from plsc.train.watch import LayerTable, Profile, Progress, WeightAverage
 
 _LARGE_ON_CPU = 10**7  # parameters of a network
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
@@ -353,9 +353,6 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
-        LearningCheck(
-            min(run.options.model.emb_size, run.head.class_num), run.rate.warmup_steps, run.total_steps
-        ),
         Progress(),
         *(CALLBACKS[name]() for name in listed_names(train.callbacks)),
     ]

@@ -180,7 +180,6 @@ class Step:
                         scale_gradient(embeddings, scale),
                         labels,
                         with_accuracy=is_logged and self._options.calc_acc,
-                        with_gauge=is_logged,
                         sizes=[split_sizes(size, parts)[part] for size in sizes] if sizes else None,
                         all_labels=None if known is None else torch.cat([one[part] for one in known]),
                     )

@@ -1,4 +1,4 @@
-"""Callbacks that watch a run: log lines, speed, limits, collapse, layers; and the average of its weights."""
+"""Callbacks that watch a run: log lines, speed, limits, layers; and the average of its weights."""
 
 from __future__ import annotations
 
@@ -229,57 +229,6 @@ class MaxTime(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the time that was used."""
         self._used = float(state["used"])
-
-
-COLLAPSED = 3.0
-"""Effective rank of a batch's embeddings below which a network counts as collapsed.
-
-ResNet18 trained from scratch with ArcFace: 9 to 17 in runs that separate unseen classes, 1.1 to 2.7 in runs
-that end near chance, while the loss falls in both (docs/guide.md).
-"""
-_MOST_PATIENCE = 2000
-"""Maximum number of steps before a warning: the rank is also low after the warm-up of good runs."""
-_SMALLEST_BATCH = 16  # with fewer images, classes or embedding dimensions the rank is always low
-
-
-class LearningCheck(Callback):
-    """Warns, once, if the embeddings collapse; the result is identical on all ranks.
-
-    Args:
-        smallest: the smaller of the embedding size and the number of classes.
-        warmup_steps: warm-up steps of the learning rate.
-        total_steps: steps of the run, None if unknown.
-    """
-
-    def __init__(self, smallest: int, warmup_steps: int, total_steps: int | None) -> None:
-        self._smallest = smallest
-        self._warmup_steps = warmup_steps
-        self._patience = max(2 * warmup_steps, min(_MOST_PATIENCE, (total_steps or 2000) // 2))
-        self._low_since: int | None = None
-        self._is_reported = False
-
-    def logged(self, context: Context) -> None:
-        """Log the warning."""
-        batch = context.output.batch // context.options.train.micro_batches
-        rank = context.metrics["effective_rank"]
-        context.world.log(self.spread(context.step, rank, batch), logging.WARNING)
-
-    def spread(self, step: int, effective_rank: float | None, batch: int) -> str | None:
-        """Return a warning if the embeddings of batches have been equal or nearly collinear for long."""
-        is_low = effective_rank is not None and effective_rank < COLLAPSED and step > self._warmup_steps
-        if not is_low or min(batch, self._smallest) < _SMALLEST_BATCH:
-            self._low_since = None
-            return None
-        self._low_since = self._low_since or step
-        if step - self._low_since < self._patience or self._is_reported:
-            return None
-        self._is_reported = True
-        return (
-            f"the embeddings have collapsed since step {self._low_since}: their effective rank is "
-            f"{effective_rank:.1f} (8 or more in a good run; 0: all are equal), and the network will not "
-            "separate unseen classes even if the loss falls (see docs/guide.md). Start again with a third of "
-            "the rate, optim.clip_norm 5, or a longer warm-up"
-        )
 
 
 class WeightAverage(Callback):

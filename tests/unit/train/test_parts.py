@@ -21,7 +21,6 @@ from plsc.train.log import JsonLines
 from plsc.train.loop import exchange_status
 from plsc.train.run import build_run, run_training
 from plsc.train.step import Step, clip_gradients
-from plsc.train.watch import LearningCheck
 from tests.images import write_dataset
 from tests.resuming import options_of
 
@@ -72,16 +71,6 @@ def test_weights_that_a_gradient_ruined_are_not_saved(when, dataset, tmp_path):
     with pytest.raises(TrainingError, match=r"fc\.bias and 1 more of the network .* after step 3"):
         run_training(options, World.single(), UserParts(model=Overflowing()))
     assert not [manifest.step for _, manifest in list_checkpoints(tmp_path / "out")]
-
-
-def test_a_collapse_is_reported_once_when_it_outlasts_the_warm_up_twice():
-    check = LearningCheck(64, warmup_steps=60, total_steps=200)
-    assert all(check.spread(step, 1.5, 48) is None for step in range(10, 180, 10))
-    assert check.spread(180, 9.0, 48) is None  # recovered
-    found = [step for step in range(190, 400, 10) if check.spread(step, 1.5, 48)]
-    assert found == [310]
-    few = LearningCheck(8, 0, 100)  # 8 classes span few directions
-    assert not any(few.spread(step, 1.5, 48) for step in range(10, 400, 10))
 
 
 def step_entry(step):
