@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -122,16 +121,10 @@ def check_combinations(options: Config, ranks: int, watches_layers: bool = False
             find_option(f"optim.{name}").checked(group.arguments[name])
 
 
-Assign = Callable[[nn.Module], Assignment]
-
-
 def build_trained_network(
     options: Config, world: World, custom: BaseModel | None, rules: Sequence[Initialization] = ()
-) -> tuple[BaseModel, Assignment, Assign, SampleNumbers]:
-    """Return the backbone for training, its parameter groups, and the sample numbers for dropout.
-
-    Also how to assign parameters that are frozen now, or new, to groups later.
-    """
+) -> tuple[BaseModel, Assignment, SampleNumbers]:
+    """Return the backbone for training, its parameter groups, and the sample numbers for dropout."""
     network = build_network(options, world, custom)
     unwrap(network)  # remove changes that an earlier run made to a custom network
     unfreeze(network)
@@ -139,23 +132,24 @@ def build_trained_network(
     initialise_by_rule(network, rules, options.train.seed)
     # Patterns match names and types of the plain network: the next lines replace modules.
     optim = options.optim
-    assign = functools.partial(
-        assign_parameters,
+    assignment = assign_parameters(
+        network,
+        [
+            (group.pattern, None if group.frozen else group.settings)
+            for group in read_parameter_groups(optim.groups)
+        ],
+        optim.freeze,
         optimizer=optim.optimizer,
         l1_decay=optim.l1_decay,
         decay_norm_and_bias=optim.decay_norm_and_bias,
     )
-    read = read_parameter_groups(optim.groups)
-    groups = [(group.pattern, None if group.frozen else group.settings) for group in read]
-    assignment = assign(network, groups, optim.freeze)
-    assign_later = functools.partial(assign, groups=[group for group in groups if group[1] is not None])
     if options.model.sync_batch_norm:
         synchronise_batch_norm(network, world.backbone_group, world.device)
     freeze(network, assignment.frozen)
     samples = use_sample_dropout(network)
     apply_lists(network, lists, training_mode(options.precision.mode, world.device), world.device)
     recompute_activations(network, options.memory.recompute)
-    return network, assignment, assign_later, samples
+    return network, assignment, samples
 
 
 def build_network(options: Config, world: World, custom: Custom | None) -> BaseModel:

@@ -7,7 +7,7 @@ run on all ranks; the last checkpoint is intact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,6 @@ from plsc.models.precision import LossScaler
 from plsc.models.sync_batch_norm import SampleNumbers
 from plsc.optim import Factory, Schedule, ScheduleFunction
 from plsc.parallel.world import World
-from plsc.train.build import Assign
 from plsc.train.data import TrainingData
 from plsc.train.targets import HeldOutSet, Target, TestReader
 from plsc.values import decode, encode
@@ -423,8 +422,6 @@ class Run(Context):
         retention: which checkpoints to keep.
         rows: optimizer of sharded class weights.
         mode: its precision: float32, float16 or bfloat16.
-        assign_later: assigns parameters that are frozen at the start, or new, to groups of the optimizer.
-        compiled_sizes: sizes of the micro-batches for which the backbone is compiled; empty: it is not.
         scaler: loss scaler, None if the precision mode needs none.
         samples: the sample numbers of the current batch, for dropout layers.
         settings: initial attributes of the optimizer, and settings of its parameter groups.
@@ -440,8 +437,6 @@ class Run(Context):
     optimizer: torch.optim.Optimizer
     rows: RowOptimizer | None
     mode: str
-    assign_later: Assign
-    compiled_sizes: Collection[int]
     scaler: LossScaler | None
     rate: Schedule
     data: TrainingData

@@ -253,9 +253,7 @@ def build_run(
     if options.train.deterministic:
         _use_deterministic_algorithms(world.device)
     # The named or custom network; its parameters are assigned to groups, some are frozen.
-    network, assignment, assign_later, samples = build_trained_network(
-        options, world, user.model, user.initializations
-    )
+    network, assignment, samples = build_trained_network(options, world, user.model, user.initializations)
     if world.device.type == "cuda" and network.example_input is None:
         # Images have few shapes: time cuDNN's algorithms for each, unless runs have to be equal.
         torch.backends.cudnn.benchmark = not options.train.deterministic
@@ -304,8 +302,6 @@ def build_run(
         position=Position(),
         total_steps=total_steps,
         mode=mode,
-        assign_later=assign_later,
-        compiled_sizes=sizes,
         scaler=build_scaler(options.precision.scaling_arguments, mode),
         rate=rate,
         data=data,

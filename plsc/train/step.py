@@ -25,13 +25,12 @@ from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
 from plsc.inputs import Input, split_input, split_sizes
 from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
-from plsc.optim import finish_group, set_rates, sparse_parameters
+from plsc.optim import set_rates, sparse_parameters
 from plsc.parallel.backbone import check_never_used, gradient_values, no_gradient_sync
 from plsc.parallel.collectives import Arriving, max_over_ranks, span
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
-from plsc.train.build import distribute_backbone
 from plsc.train.callbacks import Position, Run
 from plsc.train.watch import tensors_of
 
@@ -64,7 +63,8 @@ class Step:
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
         self._sparse = sparse_parameters(run.network)
-        self._trained: list[nn.Parameter] | None = None
+        self._trained = [p for p in run.network.parameters() if p.requires_grad]
+        self._is_first = True
 
     def make(self, batch: Batch, sizes: list[int] | None, is_logged: bool) -> StepResult:
         """Run one step: update the weights, or skip the update after an overflow; add the loss to `losses`.
@@ -74,7 +74,7 @@ class Step:
         GPU without loss scaling, `losses` raises it one step later.
         """
         run = self._run
-        is_new = self._follow_parameters()
+        self._check_parameters()
         rate = run.rate(run.position.updates)
         self._set_rates(run.rate.factor(run.position.updates))
         self._set_margins(run.position.updates)
@@ -84,7 +84,8 @@ class Step:
         with run.callbacks.keeping_outputs(run):
             output = self._forward_backward(batch, sizes, is_logged)
         check_never_used(run.trained_network)
-        if is_new:
+        if self._is_first:
+            self._is_first = False
             run.world.log(idle_parameters(run.network), logging.WARNING)
         # DDP sums the backbone's gradients only; a replicated head is outside of it.
         run.head.sync_gradients()
@@ -108,43 +109,17 @@ class Step:
                 raise _too_many_skips(run.scaler)
         return StepResult(output, rate, is_skipped)
 
-    def _follow_parameters(self) -> bool:
-        """Return whether other parameters are trained than in the last step; the optimizer then gets them.
-
-        Callbacks may have made them trainable, or replaced them.
-        """
-        run, groups = self._run, self._run.optimizer.param_groups
-        if self._trained is not None and run.callbacks.are_ours:
-            return False
-        trained = [p for p in run.network.parameters() if p.requires_grad]
-        if self._trained is not None and list(map(id, trained)) == list(map(id, self._trained)):
-            return False
-        self._trained = trained  # not only their ids, which new objects may get
-        named = dict(run.network.named_parameters())
-        alive = {*map(id, named.values()), *map(id, run.head.parameters())}
-        for group in groups:
-            group["params"] = [p for p in group["params"] if id(p) in alive]
-        known = {id(p) for group in groups for p in group["params"]}
-        new = [name for name, p in named.items() if p.requires_grad and id(p) not in known]
-        if not new:
-            return True
-        for names, own in run.assign_later(run.network).groups:
-            ids, added = {id(named[name]) for name in names}, [named[name] for name in names if name in new]
-            siblings = [group for group in groups if any(id(p) in ids for p in group["params"])]
-            if added and siblings:
-                siblings[0]["params"].extend(added)
-            elif added:
-                run.optimizer.add_param_group({**own, "params": added})
-                finish_group(groups[-1])
-                run.settings.append(dict(groups[-1]))
-        if run.world.size > 1:  # DDP sums only the gradients of the parameters that it was made with
-            buffers = BufferCopy([run.network])
-            buffers.take()
-            shape = run.options.model.image_shape
-            run.trained_network = distribute_backbone(run.network, run.world, shape, run.compiled_sizes)
-            buffers.put_back()
-        run.world.log(f"trained from now on: {shorten(new)}")
-        return True
+    def _check_parameters(self) -> None:
+        """Raise TrainingError if a callback has made or replaced parameters: the optimizer lacks them."""
+        if self._run.callbacks.are_ours:
+            return
+        known = set(map(id, self._trained))
+        named = self._run.network.named_parameters()
+        if new := [name for name, p in named if p.requires_grad and id(p) not in known]:
+            raise TrainingError(
+                f"a callback has made or replaced parameters, which the optimizer does not train: "
+                f"{shorten(new)}; to train frozen ones, resume with another optim.freeze"
+            )
 
     def _set_rates(self, factor: float) -> None:
         for optimizer in filter(None, (self._run.optimizer, self._run.rows)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import load_weights, read_manifest
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim import OPTIMIZERS
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, UserParts
@@ -218,42 +218,24 @@ def test_a_schedule_that_counts_its_calls_is_refused(dataset, tmp_path):
 
 
 class Thawing(Callback):
-    """Trains what was frozen from the second epoch on, and replaces a parameter."""
+    """Trains what was frozen from the second epoch on, or replaces a parameter."""
 
-    def __init__(self, replaced=False):
+    def __init__(self, replaced):
         self.replaced = replaced
 
     def epoch_start(self, context):
+        network = context.network
         if context.epoch and self.replaced:
-            context.network.fc.weight = torch.nn.Parameter(torch.zeros_like(context.network.fc.weight))
-            self.replaced = False
-        if context.epoch:
-            context.network.conv.requires_grad_(True)
+            network.fc.weight = torch.nn.Parameter(torch.zeros_like(network.fc.weight))
+        elif context.epoch:
+            network.conv.requires_grad_(True)
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_parameters_that_a_callback_trains_join_their_group_and_resume(replaced, dataset, tmp_path, capsys):
-    settings = {
-        "train__epochs": 3, "train__batch_size": 4, "optim__optimizer": "adamw", "optim__freeze": ("conv",),
-        "optim__groups": ({"pattern": "fc", "lr_factor": 0.3},), "checkpoint__every_n_steps": 6,
-        "checkpoint__keep_last": -1,
-    }  # fmt: skip
-
-    def start(name, callback, **more):
-        options = options_of(dataset, tmp_path / name, **{} if more else settings, **more)
-        train(options, WORLD, user=UserParts(callbacks=(callback,)))
-
-    start("whole", Thawing(replaced))
-    assert "trained from now on: conv.weight" in capsys.readouterr().out
-    first, last = (load_weights(tmp_path / "whole" / name) for name in "02")
-    assert not last["conv.weight"].equal(first["conv.weight"])
-    assert not last["fc.weight"].equal(first["fc.weight"])
-    assert last["fc.weight"].any()
-    if not replaced:
-        start(
-            "resumed", Thawing(), train__epochs=3, checkpoint__load_dir=str(saved_at(tmp_path / "whole", 12))
-        )
-        assert different(tmp_path / "resumed/2", tmp_path / "whole/2") == []
+@pytest.mark.parametrize(("replaced", "name"), [(False, "conv.weight"), (True, "fc.weight")])
+def test_parameters_that_the_optimizer_lacks_stop_the_run(replaced, name, dataset, tmp_path):
+    frozen = options_of(dataset, tmp_path / "run", train__epochs=2, optim__freeze=("conv",))
+    with pytest.raises(TrainingError, match=name):
+        train(frozen, WORLD, user=UserParts(callbacks=(Thawing(replaced),)))
 
 
 class Detached(Drawing):
