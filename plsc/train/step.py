@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -211,16 +210,39 @@ class Step:
             torch.cuda.manual_seed(hash_key(seed, step, world.rank, part))
 
     def _stop_at_bad_loss(self, coming: Pending, loss: float) -> NoReturn:
-        """Raise TrainingError after a second forward pass, which finds the layer; a collective."""
-        run = self._run
-        with torch.no_grad(), autocast(run.mode, run.world.device):
-            parts = self._micro_batches(coming.batch, coming.position.step, self._options.micro_batches)
+        """Raise TrainingError with the first layer whose output is not finite; a collective.
+
+        A second forward pass finds the layer. The first rank that has it writes its batch to
+        bad_batch.safetensors: images, labels, and as metadata the names, as JSON.
+        """
+        run, batch, position = self._run, coming.batch, coming.position
+        world, path = run.world, run.folder / BAD_BATCH_NAME
+        with torch.no_grad(), autocast(run.mode, world.device):
+            parts = self._micro_batches(batch, position.step, self._options.micro_batches)
             layer = find_bad_layer(run.network, parts)
-        note = ""
-        if self.losses.is_late and not self._skips_bad_update:
-            note = ", after an update with this loss"
-        about = (coming.position, loss, coming.rate, coming.batch)
-        stop_at_bad_loss(run.world, run.folder, *about, layer, note)
+        names = list(batch.names)
+        layers = world.all_gather_object((layer.order, layer.name, [names[index] for index in layer.images]))
+        orders = [order for order, *_ in layers]
+        rank = orders.index(min(orders))
+        order, name, bad = layers[rank]
+        if world.rank == rank:
+            images = batch.final_images()
+            tensors = images if isinstance(images, dict) else {"images": images}
+            saved = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+            with replacing(path) as temporary:
+                save_file({**saved, "labels": batch.labels}, temporary, {"names": json.dumps(names)})
+        world.barrier()  # the launcher ends all ranks when one fails
+        where = f"the first layer with a nan or inf: {name}" + f" (rank {rank})" * (world.size > 1)
+        if order == _NO_LAYER:
+            where = "no layer of the network has a nan or inf, so the head produced it"
+        elif self.losses.is_late and not self._skips_bad_update:
+            where += ", after an update with this loss"
+        samples = f"samples: {shorten(bad)}; " if bad else ""
+        raise TrainingError(
+            f"the loss is {loss} at step {position.step + 1} (epoch {position.epoch + 1}, learning rate "
+            f"{coming.rate:g}); {where}; {samples}the batch is saved to {path}. Lower the learning rate or "
+            "use a longer warm-up, check these images, and resume from the last checkpoint"
+        )
 
     def _find_overflow(self, output: HeadOutput) -> tuple[bool, bool]:
         """Return whether to skip the step, and whether its loss may be infinite; identical on all ranks.
@@ -405,9 +427,7 @@ class LossReader:
             self.since_save.add(loss, coming.images)
 
 
-BAD_BATCH_NAME = "bad_batch.json"
-BAD_IMAGES_NAME = "bad_batch.safetensors"
-_NAMES_SHOWN = 4
+BAD_BATCH_NAME = "bad_batch.safetensors"
 _NO_LAYER = 2**31
 
 
@@ -454,58 +474,6 @@ def find_bad_layer(network: nn.Module, micro_batches: Iterable[tuple[Input, Tens
         for hook in hooks:
             hook.remove()
     return layer
-
-
-def stop_at_bad_loss(
-    world: World,
-    folder: Path,
-    position: Position,
-    loss: float,
-    rate: float,
-    batch: Batch,
-    layer: BadLayer,
-    note: str = "",
-) -> NoReturn:
-    """Raise TrainingError with the step, the learning rate, the layer and the samples; a collective.
-
-    position: before the step; the message counts the step, as log lines do. batch, layer: of this rank.
-    note: about the layer. Writes the names of the global batch to bad_batch.json, and the images and labels
-    of the first rank with the layer to bad_batch.safetensors.
-    """
-    names, step = list(batch.names), position.step + 1
-    mine = layer.order, layer.name, names, [names[index] for index in layer.images]
-    orders, layers, all_names, bad_names = zip(*world.all_gather_object(mine), strict=True)
-    ranks = [rank for rank, order in enumerate(orders) if order == min(orders)]
-    name = layers[ranks[0]]
-    everywhere = [sample for part in all_names for sample in part]
-    bad = [sample for rank in ranks for sample in bad_names[rank]] if min(orders) < _NO_LAYER else []
-    if world.is_main:
-        report = {
-            "step": step, "loss": str(loss), "lr": rate, "layer": name, "ranks": ranks,
-            "bad_samples": bad, "samples": everywhere,
-        }  # fmt: skip
-        with replacing(folder / BAD_BATCH_NAME) as temporary:
-            temporary.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    if world.rank == ranks[0]:
-        images = batch.final_images()
-        tensors = images if isinstance(images, dict) else {"images": images}
-        saved = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        with replacing(folder / BAD_IMAGES_NAME) as temporary:
-            save_file({**saved, "labels": batch.labels}, temporary)
-    world.barrier()  # the launcher ends all ranks when one fails
-    of = f" (rank {', '.join(map(str, ranks))})" if world.size > 1 else ""
-    where = f"the first layer with a nan or inf: {name}{of}{note}"
-    if min(orders) == _NO_LAYER:
-        where = "no layer of the network has a nan or inf, so the head produced it"
-    shown = ", ".join((bad or everywhere)[:_NAMES_SHOWN])
-    more = len(bad or everywhere) - _NAMES_SHOWN
-    raise TrainingError(
-        f"the loss is {loss} at step {step} (epoch {position.epoch + 1}, learning rate "
-        f"{rate:g}); {where}; samples{'' if bad else ' of the batch'}: {shown}"
-        f"{f' and {more} more' if more > 0 else ''}; the batch is saved to {folder / BAD_IMAGES_NAME}, its "
-        f"names to {BAD_BATCH_NAME}. Lower the learning rate or use a longer warm-up, check these images, "
-        "and resume from the last checkpoint"
-    )
 
 
 def stop_at_bad_weights(world: World, position: Position, network: nn.Module) -> None:

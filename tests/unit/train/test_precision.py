@@ -1,10 +1,10 @@
 """Mixed precision in runs of one process: what scaling changes, what is skipped, what stops a run."""
 
-import json
 import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from plsc import AutoMixedPrecisionLists, Entry
 from plsc.checkpoint import list_checkpoints, read_manifest
@@ -109,7 +109,7 @@ def test_what_scaling_cannot_mend_stops_the_run(case, dataset, tmp_path):
         lines = logged(tmp_path / "run", "step")["step"]
         assert lines[-1] == 1 + 2 + MOST_SKIPS - 1
     else:
-        assert len(json.loads((tmp_path / "run/bad_batch.json").read_text())["samples"]) == 6
+        assert len(load_file(tmp_path / "run/bad_batch.safetensors")["labels"]) == 6
 
 
 @pytest.fixture
@@ -138,8 +138,8 @@ def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anyth
     assert saved <= {step for step in range(1, 5) if step % every_n_steps == 0}
     with pytest.raises(TrainingError):
         train_scripted(options(dataset, tmp_path / "once"), WORLD, "....l")
-    names = [json.loads((tmp_path / run / "bad_batch.json").read_text()) for run in ("late", "once")]
-    assert names[0] == names[1]
+    late, once = ((tmp_path / run / "bad_batch.safetensors").read_bytes() for run in ("late", "once"))
+    assert late == once
 
 
 def test_a_run_that_reads_its_losses_late_logs_and_learns_the_same(dataset, tmp_path, monkeypatch):
