@@ -25,7 +25,6 @@ from plsc.optim import Factory, ScheduleFunction
 from plsc.original import OriginalSetters
 from plsc.parallel.failure import FailureWatch
 from plsc.parallel.world import World
-from plsc.predict.class_weights import run_dominant
 from plsc.predict.embeddings import Embeddings
 from plsc.predict.exporter import Conversion, run_conversion
 from plsc.predict.predict import Images, Prediction, Request, run_prediction
@@ -412,13 +411,6 @@ class Entry(OriginalSetters):
         conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
-
-    def keep_dominant(self, output: str | os.PathLike[str]) -> Path:
-        """Keep, per class, the sub-centre closest to most of its training images; return the new checkpoint.
-
-        Reads the checkpoint of set_checkpoint_dir and writes the result to `output`.
-        """
-        return self._run(partial(run_dominant, output=Path(output)))
 
     @property
     def is_main(self) -> bool:

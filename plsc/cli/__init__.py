@@ -33,7 +33,7 @@ COMMANDS = Group(
         "look": ("test", "predict"),
         "use": ("export", "serve", "index", "search", "gallery"),
         "data": ("data",),
-        "checkpoints": ("checkpoint", "dominant"),
+        "checkpoints": ("checkpoint",),
     },
 )
 logger = logging.getLogger(__name__)

@@ -167,11 +167,4 @@ COMMANDS = {
         options=("data.dataset_dir", "data.val_targets", "data.val_dir", "model.name"),
         example="saved_model/7 model --classes --unseen others",
     ),
-    "dominant": Command(
-        "reduce a checkpoint to the dominant sub-centre of each class",
-        _with_entry(lambda entry, output: entry.keep_dominant(output)),
-        [_CHECKPOINT, Argument("output", str, REQUIRED, "checkpoint to write")],
-        options=("data.dataset_dir", "model.name", "checkpoint.load_dir"),
-        example="saved_model/7 --output dominant",
-    ),
 }  # fmt: skip

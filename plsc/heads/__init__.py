@@ -18,9 +18,6 @@ from plsc.heads.optimizers import (
     RowAdamW,
     RowOptimizer,
     RowSGD,
-    copy_dominant,
-    count_choices,
-    new_counts,
 )
 from plsc.heads.sampling import Sampling
 from plsc.heads.sharded import ShardedHead
@@ -44,10 +41,7 @@ __all__ = [
     "ShardedHead",
     "build_head",
     "build_margin",
-    "copy_dominant",
-    "count_choices",
     "margins_of_counts",
-    "new_counts",
 ]
 
 LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)

@@ -297,8 +297,7 @@ class Exporter:
         """Write the L2-normalised class weights and the class names."""
         weight = load_weights(self.trained.path, "class_weights")["weight"]
         if weight.ndim != 2:
-            text = f"{self.trained.path} has {weight.shape[1]} weight vectors per class; see plsc dominant"
-            raise CheckpointError(text)
+            raise CheckpointError(f"{self.trained.path} has sub-centres; expected a vector per class")
         tensors = {"weight": normalised(weight.float())[0].contiguous()}
         names = read_class_names(*self.trained.checkpoint)
         if names is not None:

@@ -14,11 +14,10 @@ from torch import nn
 import plsc
 from plsc import Entry
 from plsc.cli import main
-from plsc.errors import CheckpointError, OptionError
+from plsc.errors import CheckpointError
 from plsc.evaluate import plots
 from plsc.models.base_model import BaseModel
 from plsc.utils import jpeg_reader
-from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import different
 from tests.system import small_entry
@@ -198,42 +197,3 @@ def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, 
     output = tmp_path / "embeddings.npz"
     assert main(["predict", *used, "--output", str(output)]) == 0
     assert np.load(output)["embeddings"].shape == (48, 8)
-
-
-def test_the_dominant_sub_centres_become_a_checkpoint_from_which_training_goes_on(dataset, tmp_path):
-    options = (
-        "--data.dataset_dir", str(dataset), "--data.num_workers", "0", "--train.batch_size", "6",
-        "--model.name", "SmallResNet", "--model.emb_size", "8", "--model.image_shape", "[3,16,16]",
-    )  # fmt: skip
-    full, small, more = tmp_path / "full", tmp_path / "small", tmp_path / "more"
-    commands = [
-        ["train", "--head.loss_type", "dist_arcface", "--head.sub_centers", "3",
-         "--train.epochs", "1", "--checkpoint.save_dir", str(full)],
-        ["dominant", "--checkpoint.load_dir", str(full / "0"), "--output", str(small)],
-        ["train", "--checkpoint.load_dir", str(small), "--checkpoint.save_dir", str(more),
-         "--train.epochs", "2"],
-    ]  # fmt: skip
-    script = tmp_path / "commands.py"
-    script.write_text(
-        "import torch.distributed as dist\n"
-        "from plsc.cli import main\n"
-        "dist.init_process_group('gloo')\n"
-        f"for command in {commands!r}:\n"
-        f"    assert main([*command, *{options!r}]) == 0\n"
-        "dist.destroy_process_group()\n"
-    )
-    said = run_ranks(script, 2).stdout
-    assert "sub-centre" in said
-    assert "trained 8 steps" in said
-    weight = torch.cat([load_file(f)["head.weight"] for f in sorted(small.glob("*.safetensors"))])
-    before = torch.cat([load_file(f)["head.weight"] for f in sorted((full / "0").glob("*.safetensors"))])
-    assert before.shape == (6, 3, 8)
-    assert weight.shape == (6, 8)
-    assert all((row == subs).all(dim=1).any() for row, subs in zip(weight, before, strict=True))
-
-    ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(full / "0"))
-    with pytest.raises(OptionError, match="exists already"):
-        ins.keep_dominant(full / "0")
-    ins = entry(dataset, tmp_path / "unused", set_checkpoint_dir=str(small))
-    with pytest.raises(OptionError, match=r"expected head\.sub_centers"):
-        ins.keep_dominant(tmp_path / "again")

@@ -197,16 +197,6 @@ def test_rows_take_the_bytes_that_the_page_says(row_type, optimizer, size):
     assert sum(tensor.nbytes for tensor in tensors) == 10 * int(size)
 
 
-def test_the_dominant_sub_centres_make_a_head_with_one_row_a_class():
-    three, dominant = BLOCKS["Sub-centres"]
-    run = train(SETUP, three, LOOP, dominant)
-    big, small = run.names["head"], run.names["small"]
-    counts = run.names["counts"]
-    assert counts.sum() == alone.BATCH * alone.STEPS
-    for c in range(alone.CLASSES):
-        assert torch.equal(small.weight[c], big.weight[c, counts[c].argmax()])
-
-
 def test_another_ranks_state_is_refused():
     head = ShardedHead(10, 8, build_margin("arcface"))
     state = head.state_dict()

@@ -85,7 +85,6 @@ def test_the_heads_of_a_run_with_several_are_refused_with_the_name_of_the_option
         lambda: several.predict(field="id"),
         several.test,
         lambda: several.convert_for_prediction(tmp_path / "model", graph="none", classes=True),
-        lambda: several.keep_dominant(tmp_path / "dominant"),
         lambda: change_classes(SEVERAL, tmp_path / "grown", grow=1),
         lambda: load_weights(SEVERAL, "class_weights"),
         lambda: open_embedder(str(SEVERAL)).classes(),

@@ -78,7 +78,6 @@ def test_numbers_lists_and_nulls_are_read_as_yaml_has_them(tmp_path):
         (["config", "--config", "/none.yaml"], "'/none.yaml'"),
         (["trian"], "'train'"),
         (["data", "insp"], "'inspect'"),
-        (["dominant"], "--output"),
         (["predict", "--output", "x.csv"], ".npz"),
         (["data", "inspect", "x", "--check"], "--check"),
         (["data", "inspect", "x", "--check", "1.5"], "integer"),
