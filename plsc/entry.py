@@ -367,8 +367,9 @@ class Entry(OriginalSetters):
             field: one or several of ``value``: embeddings and outputs of layers; ``id``: the trained class
                 with the highest logit; ``prob``: its softmax probability.
             flatten_result: join the outputs of the layers side by side, as one array [N, ...].
-            output: a new folder. All ranks write shards of rows to it, as .npy; nothing is gathered. Returns
-                the opened folder, like `plsc.open_embeddings`.
+            output: a folder. All ranks write shards of rows to it, as .npy; nothing is gathered. The same
+                call resumes an interrupted prediction. Returns the opened folder, like
+                `plsc.open_embeddings`.
         """
         fields = (field,) if isinstance(field, str) else tuple(field)
         names = (layers,) if isinstance(layers, str) else tuple(layers)

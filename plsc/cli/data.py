@@ -101,17 +101,12 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
 
 
 def _embeddings(model: str, location: str, folder: Path, network: str | None, reading: dict[str, Any]) -> Any:
-    """Return the embeddings of a dataset: those in the folder `model`, or of this checkpoint.
-
-    folder: where to write them; those that an earlier command has written there are used.
-    """
+    """Return the embeddings of a dataset: those in the folder `model`, or of this checkpoint, in `folder`."""
     from plsc.entry import Entry
     from plsc.predict.embeddings import INDEX_NAME, open_embeddings
 
     if Path(model, INDEX_NAME).is_file():
         return open_embeddings(model)
-    if (folder / INDEX_NAME).is_file():
-        return open_embeddings(folder, model)
     entry = Entry()
     entry.set_checkpoint_dir(model)
     entry.set_dataset_dir(location, **reading)

@@ -141,7 +141,7 @@ COMMANDS = {
         _with_entry(_predict),
         [
             _CHECKPOINT,
-            Argument("output", str, "embeddings.npz", "file or new folder to write"),
+            Argument("output", str, "embeddings.npz", "file or folder to write; a folder is resumed"),
             Argument("images", str, None, "folder or list file of images, instead of the dataset"),
             Argument("layers", str, "", "names of modules whose outputs are also written"),
             Argument("field", str, "value", "outputs to write: value, id, prob"),

@@ -26,7 +26,7 @@ from plsc.checkpoint.manifest import checksum
 from plsc.errors import CheckpointError, DataError, kind_and_line
 from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.predict.network import find_model
-from plsc.storage.publish import replacing
+from plsc.storage.publish import HIDDEN, replacing
 from plsc.storage.regular import Size, Text, read_record
 
 INDEX_NAME = "_index.json"
@@ -35,6 +35,11 @@ EMBEDDINGS, NAMES = "embeddings", "names"  # columns
 _MOST_INDEX, _MOST_FILE, _MOST_SHARD, _MOST_AXES = 2**28, 2**33, 2**31, 32  # bytes; axes of a column
 _SHARD = re.compile(r"(\d{5,})-([0-9a-f]{8})\.npy")
 Columns = Mapping[str, np.ndarray]
+
+
+class _Index(TypedDict):
+    format: Literal["plsc-embeddings"]
+    version: Literal[1]
 
 
 class _Column(TypedDict):
@@ -54,9 +59,8 @@ class _Model(TypedDict):
     weights: Text
 
 
-class _Index(TypedDict):
-    format: Literal["plsc-embeddings"]
-    version: Literal[1]
+class _Complete(TypedDict):
+    complete: Literal[True]
     model: _Model
     input: dict[str, Any]
     columns: dict[str, _Column]
@@ -95,11 +99,12 @@ class Embeddings:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        place = folder / INDEX_NAME
-        index = read_record(_Index, place, place, DataError, _MOST_INDEX)
+        self.index = read_index(folder)
+        if self.index.get("complete") is False:
+            raise DataError(f"{folder} is incomplete; run the same predict again, which resumes")
+        index = read_record(_Complete, self.index, folder / INDEX_NAME, DataError)
         if not _is_sound(index, {path.name for path in folder.iterdir()}):
-            raise DataError(f"{place} is damaged, or names missing shards; predict again")
-        self.index: dict[str, Any] = dict(index)
+            raise DataError(f"{folder / INDEX_NAME} is damaged, or names missing shards; predict again")
         self.intact: set[Path] = set()  # shards whose checksums were compared
 
     def __len__(self) -> int:
@@ -183,10 +188,10 @@ class Column:
     def _open(self, shard: int) -> np.ndarray:
         file, shape = self._files[shard], (np.diff(self._starts)[shard], *self.shape[1:])
         try:
-            if file not in self._intact and not _is_intact(file):
+            if file not in self._intact and not is_intact(file):
                 raise ValueError("its name has another checksum")
             self._intact.add(file)
-            column = _read_column(file, self._name, shape[0])
+            column = read_column(file, self._name, shape[0])
             if (column.dtype, column.shape) != (self.dtype, shape):
                 raise ValueError(f"{self._name} is {column.dtype} {column.shape}, not {self.dtype} {shape}")
         except Exception as error:  # a damaged file fails in many ways
@@ -194,7 +199,12 @@ class Column:
         return column
 
 
-def _is_sound(index: _Index, names: set[str]) -> bool:
+def read_index(folder: Path) -> dict[str, Any]:
+    """Return the contents of ``_index.json``. Raises DataError if it is missing or of another format."""
+    return dict(read_record(_Index, folder / INDEX_NAME, folder / INDEX_NAME, DataError, _MOST_INDEX))
+
+
+def _is_sound(index: _Complete, names: set[str]) -> bool:
     """Return whether the parts of a complete index agree; names: of the files in the folder."""
     columns, shards = index["columns"], index["shards"]
     shapes = [about["shape"] for about in columns.values()]
@@ -212,7 +222,7 @@ def _is_sound(index: _Index, names: set[str]) -> bool:
 
 
 def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Write ``_index.json``."""
+    """Write ``_index.json``, or replace it."""
     with replacing(folder / INDEX_NAME) as temporary:
         temporary.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
@@ -226,7 +236,18 @@ def write_shard(folder: Path, number: int, names: Sequence[str], columns: Column
     return file
 
 
-def _is_intact(path: Path) -> bool:
+def find_shards(folder: Path) -> dict[int, str]:
+    """Return the files of all shards by number; remove unfinished files of killed processes."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if HIDDEN.fullmatch(path.name):
+            path.unlink()
+        elif path.is_file() and not path.is_symlink() and (match := _SHARD.fullmatch(path.name)):
+            files[int(match[1])] = path.name
+    return files
+
+
+def is_intact(path: Path) -> bool:
     """Return whether the contents of a shard have the checksum in its name."""
     match = _SHARD.fullmatch(path.name)
     if match is None or path.stat().st_size > _MOST_FILE:
@@ -234,10 +255,10 @@ def _is_intact(path: Path) -> bool:
     return checksum(path).crc32 == int(match[2], 16)
 
 
-def _read_column(path: Path, name: str, rows: int) -> np.ndarray:
+def read_column(path: Path, name: str, rows: int | None = None) -> np.ndarray:
     """Return a column of a shard, memory-mapped; ValueError if it has not `rows` rows."""
     table = np.lib.format.open_memmap(path, mode="r")  # np.load would also read other formats
-    if rows != len(table):  # before a list of names fills the memory
+    if rows not in (None, len(table)):  # before a list of names fills the memory
         raise ValueError(f"it has {len(table)} rows; expected {rows}")
     if name != NAMES:
         return table[name]

@@ -1,7 +1,8 @@
 """Prediction: embeddings, outputs of layers and classes of images, in memory or streamed to a folder.
 
 The images are those of a source, read by number, or of a generator, read forwards. They are divided into
-shards of consecutive rows; shard i is computed by rank i mod ranks.
+shards of consecutive rows; shard i is computed by rank i mod ranks, in batches that do not depend on the
+other shards. A resumed prediction therefore computes the same bits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from plsc.checkpoint import load_weights
 from plsc.checkpoint.load import read_class_names
 from plsc.config import Options
 from plsc.data.batch import SampleNames
+from plsc.data.lists import absolute
 from plsc.data.reader import declares_shards, open_reader
 from plsc.data.sources.base import (
     FileSource,
@@ -42,7 +45,7 @@ from plsc.inputs import Input
 from plsc.machine import Counter
 from plsc.models.base_model import evaluating, find_layers, keeping_outputs
 from plsc.models.dry_run import dry_run
-from plsc.parallel.failure import on_main_rank
+from plsc.parallel.failure import on_every_rank, on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.embeddings import (
     EMBEDDINGS,
@@ -50,10 +53,16 @@ from plsc.predict.embeddings import (
     NAMES,
     VERSION,
     Embeddings,
+    find_shards,
+    is_intact,
+    read_column,
+    read_index,
     write_index,
     write_shard,
 )
 from plsc.predict.network import Trained, open_trained
+from plsc.storage.publish import HIDDEN
+from plsc.storage.urls import is_url
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
@@ -143,7 +152,7 @@ class Predictor:
         """Return all outputs on every rank."""
         total = self.samples.count
         rows = self.batch if total is None else -(-total // self.trained.world.size)
-        gathered = self.trained.world.all_gather_object(list(self._shards(rows)))
+        gathered = self.trained.world.all_gather_object(list(self._shards(rows, frozenset())))
         shards = sorted((shard for part in gathered for shard in part), key=lambda shard: shard[0])
         if not shards:
             raise DataError(f"no image of {self.samples.name} can be used; see the warnings")
@@ -157,14 +166,18 @@ class Predictor:
         return Prediction(embeddings, names, labels, columns, ids, probs)
 
     def to_folder(self, folder: Path) -> Embeddings:
-        """Write all outputs as shards to a new folder, and its index last; a collective."""
+        """Write all outputs as shards, except those that are there already; a collective."""
         world, samples, about = self.trained.world, self.samples, self._describe()
         doing = f"write {folder}"
-        on_main_rank(world, doing, lambda: _create(folder))
-        written = {}
-        for number, columns in self._shards(
-            about["rows_per_shard"], Counter("predicted about", samples.count)
-        ):
+        files, rows = on_main_rank(world, doing, lambda: _begin(folder, about))
+        kept = self._check(folder, files, rows)
+        if kept:
+            world.log(f"{folder}: {len(kept):,} shards are complete; predicting the others")
+        written = dict(kept)
+        left = None if samples.count is None else samples.count - sum(one["rows"] for one in kept.values())
+        for number, columns in self._shards(rows, frozenset(kept), Counter("predicted about", left)):
+            if number in kept:  # computed because another rank needed this one's class weights
+                continue
             names = samples.names(columns.pop(NUMBERS).tolist())
             file = write_shard(folder, number, names, columns)
             written[number] = {"file": file, "rows": len(names)}
@@ -180,7 +193,8 @@ class Predictor:
             if lacking:
                 raise DataError(f"{folder} has no {lacking[0]}; use a folder that all ranks share")
             total = sum(shard["rows"] for shard in shards)
-            write_index(folder, {**about, "count": total, "shards": shards})
+            index = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
+            write_index(folder, {**about, **index})
 
         on_main_rank(world, doing, finish)
         opened = Embeddings(folder)
@@ -200,6 +214,9 @@ class Predictor:
                 self.trained.world, f"read {path}", lambda: checksum_of(load_weights(path))
             ),
         }
+        if self.head is not None:
+            files = sorted((name, info.crc32) for name, info in manifest.files.items())
+            model["files"] = f"{zlib.crc32(repr(files).encode()):08x}"  # with the class weights
         total, ranks = self.samples.count, world.size
         row = 64 + sum(math.prod(column["shape"]) * 4 + 4 for column in columns.values())
         most = max(1, min(MOST_ROWS, MOST_BYTES // row))
@@ -212,7 +229,7 @@ class Predictor:
             "flip": False,
             "precision": "float32",
             "columns": columns,
-            "dataset": self.samples.name,
+            "dataset": self.samples.place,
             "images": total,
             "rows_per_shard": -(-total // (rounds * ranks)) if total else most,
         }
@@ -231,18 +248,19 @@ class Predictor:
         return {**about, NAMES: {"dtype": "object", "shape": []}}
 
     def _shards(
-        self, rows: int, progress: Counter | None = None
+        self, rows: int, kept: frozenset[int], progress: Counter | None = None
     ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-        """Yield number and columns of each shard of this rank.
+        """Yield number and columns of each shard of this rank that is not in `kept`.
 
-        With a head, the ranks compute their shards of a round together.
+        With a head, the ranks compute their shards of a round together, unless all of them are in `kept`.
         """
-        world, total = self.trained.world, self.samples.count
-        for first in count(0, world.size):
+        ranks, total = self.trained.world.size, self.samples.count
+        for first in count(0, ranks):
             if not self.samples.has(first * rows):
                 return
-            shard = first + world.rank
-            if self.head is None and total is not None and shard * rows >= total:
+            shard = first + self.trained.world.rank
+            needed = range(first, first + ranks) if self.head is not None else (shard,)
+            if all(number in kept or (total is not None and number * rows >= total) for number in needed):
                 continue
             columns = self._compute(shard * rows, rows, progress)
             if columns:
@@ -304,12 +322,37 @@ class Predictor:
         columns = {"id": (IDS, ids.cpu().numpy()), "prob": (PROBS, probs.float().cpu().numpy())}
         return dict(columns[name] for name in FIELDS[1:] if name in self.request.fields)
 
+    def _check(self, folder: Path, files: dict[int, str], rows: int) -> dict[int, dict[str, Any]]:
+        """Return the intact shards of these images by number; damaged ones are deleted. A collective."""
+        rank, ranks = self.trained.world.rank, self.trained.world.size
+
+        def check() -> dict[int, dict[str, Any]]:
+            kept = {}
+            for number in sorted(files)[rank::ranks]:
+                path = folder / files[number]
+                if not is_intact(path):
+                    logger.warning(f"{path} is damaged and will be computed again")
+                    path.unlink()
+                    continue
+                names, stop = read_column(path, NAMES).tolist(), (number + 1) * rows
+                stop = stop if self.samples.count is None else min(stop, self.samples.count)
+                if not self.samples.have(range(number * rows, stop), names, read_column(path, LABELS)):
+                    raise DataError(
+                        f"{path} has other images or labels than {self.samples.name}; choose another folder"
+                    )
+                kept[number] = {"file": path.name, "rows": len(names)}
+            return kept
+
+        parts = on_every_rank(self.trained.world, f"read {folder}", check)
+        return {number: shard for part in parts for number, shard in part.items()}
+
 
 class Samples:
     """The images of a source, read by number."""
 
     def __init__(self, source: Source, name: str, threads: int) -> None:
         self.source, self.name, self.count = source, name, len(source)
+        self.place = absolute(name) if is_url(name) or os.path.exists(name) else name  # noqa: PTH110
         # A custom Dataset may not be thread-safe.
         self.threads = 0 if isinstance(source, TorchDatasetSource) else threads
         self._where: Callable[[int], Any] = source.name
@@ -333,11 +376,19 @@ class Samples:
         """Return the names of images."""
         return [shown(str(self._where(number))) for number in numbers]
 
+    def have(self, numbers: range, names: list[str], labels: np.ndarray) -> bool:
+        """Return whether all of these names, with their labels, are those of some images."""
+        known: Any = self.names(numbers)
+        if isinstance(self.source, IndexedSource):  # another one would have to read its images
+            own = self.source.labels()[numbers.start : numbers.stop].tolist()
+            return set(zip(names, labels.tolist(), strict=True)) <= set(zip(known, own, strict=True))
+        return set(names) <= set(known)
+
 
 class StreamedSamples:
     """The images of a generator, which can only be read forwards; every rank reads all of them."""
 
-    name = "the predict reader"
+    name = place = "the predict reader"
     count, threads = None, 0
 
     def __init__(self, reader: Any, example: Input | None) -> None:
@@ -376,6 +427,10 @@ class StreamedSamples:
         """Return the names of images."""
         return [f"sample {number}" for number in numbers]
 
+    def have(self, numbers: range, names: list[str], labels: np.ndarray) -> bool:
+        """Return whether all of these names are those of some images; labels: not compared."""
+        return set(names) <= set(self.names(numbers))
+
 
 def open_samples(trained: Trained, images: Images | None, reader: Any) -> Samples | StreamedSamples:
     """Return the images; classes with names are numbered as in the head, new ones after them."""
@@ -408,8 +463,17 @@ def _images_and_labels(samples: Any) -> Iterator[tuple[Any, int]]:
             yield sample, -1
 
 
-def _create(folder: Path) -> None:
-    """Create a folder; one that has files is refused: it may be of other images, or of a killed run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise OptionError(f"{folder} exists and is not empty; delete it, or choose another output")
+def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
+    """Return the shards in the folder and the rows per shard; write the index if the folder is new."""
+    if not folder.exists() or all(HIDDEN.fullmatch(path.name) for path in folder.iterdir()):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_index(folder, {**about, "complete": False})
+        return {}, about["rows_per_shard"]
+    index = read_index(folder)
+    for name in ("model", "input", "flip", "precision", "columns", "images", "dataset"):
+        ours, theirs = about[name], index.get(name)
+        if name == "model":  # at another place, it is the same model
+            ours, theirs = ({**(model or {}), "checkpoint": ""} for model in (ours, theirs))
+        if ours != theirs:
+            raise DataError(f"{folder} is of a prediction with different {name}: {theirs}, not {ours}")
+    return find_shards(folder), index["rows_per_shard"]

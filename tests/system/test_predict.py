@@ -1,4 +1,4 @@
-"""Prediction: plain images, layers, classes, and folders that several ranks write."""
+"""Prediction: plain images, layers, classes, and folders that several ranks write and resume."""
 
 from __future__ import annotations
 
@@ -82,6 +82,26 @@ def test_uneven_ranks_compute_in_memory_and_in_folders_what_plain_pytorch_does(t
     check({name: found[name][:] for name in found}, expected)
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_killed_prediction_resumes_with_the_bytes_of_an_uninterrupted_one(trained):
+    run(trained, 2, "whole")
+    killed = trained / "killed"
+    assert run(trained, 2, "killed", 13, check=False).returncode != 0
+    with pytest.raises(DataError, match="killed is incomplete"):
+        plsc.open_embeddings(killed)
+    kept = {path: path.stat().st_mtime_ns for path in killed.glob("0*.npy")}
+    assert 0 < len(kept) < 6
+    damaged = min(kept)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    (killed / ".saving-00004-00000000.npy-0123abcd").write_bytes(b"of the killed process")
+    run(trained, 2, "killed")
+    assert contents(killed) == contents(trained / "whole")
+    assert all(path.stat().st_mtime_ns == time for path, time in kept.items() if path != damaged)
+
+
 @pytest.fixture
 def ins(trained):
     used = entry(trained / "nowhere", trained / "unused", set_checkpoint_dir=trained / "run" / "0")
@@ -114,6 +134,25 @@ def test_a_folder_a_list_file_and_a_list_give_the_same_embeddings(trained, expec
     assert list(plsc.open_embeddings(output)) == ["labels", "ids", "probs", "names"]
 
 
+def test_a_folder_of_another_dataset_or_of_other_labels_is_not_continued(trained, tmp_path, capsys):
+    images = sorted((trained / "faces/images").iterdir())[:4]
+    words = ["predict", str(trained / "run" / "0"), "--output", str(tmp_path / "out")]
+
+    def predict(labels):
+        lines = [f"{image}\t{label}\n" for image, label in zip(images, labels, strict=True)]
+        (tmp_path / "list.tsv").write_text("path\tlabel\n" + "".join(lines))
+        return main([*words, "--data.dataset_dir", str(tmp_path / "list.tsv")])
+
+    assert predict([0, 0, 1, 1]) == predict([0, 0, 1, 1]) == 0
+    # Not by the lines, which have other images in another order.
+    assert plsc.open_embeddings(tmp_path / "out")["names"][:].tolist() == list(map(str, images))
+    assert predict([0, 1, 1, 1]) == 1
+    assert "labels" in capsys.readouterr().err
+    (tmp_path / "list.tsv").rename(tmp_path / "moved.tsv")
+    assert main([*words, "--data.dataset_dir", str(tmp_path / "moved.tsv")]) == 1
+    assert "dataset" in capsys.readouterr().err
+
+
 def test_flatten_result_joins_layers_side_by_side(trained, ins):
     images = sorted((trained / "faces/images").iterdir())[:5]
     apart = ins.predict(images, layers=LAYERS).layers
@@ -125,7 +164,9 @@ def test_flatten_result_joins_layers_side_by_side(trained, ins):
         ins.predict(images, field="ids")
 
 
-def test_a_generator_is_streamed_to_a_new_folder(trained, ins, tmp_path, monkeypatch):
+def test_a_generator_is_streamed_and_another_model_or_other_images_are_refused(
+    trained, ins, tmp_path, monkeypatch
+):
     monkeypatch.setattr(prediction, "MOST_ROWS", 4)
     images = [np.asarray(Image.open(file)) for file in sorted((trained / "faces/images").iterdir())]
     whole = ins.predict(images)
@@ -143,8 +184,11 @@ def test_a_generator_is_streamed_to_a_new_folder(trained, ins, tmp_path, monkeyp
     other = entry(trained / "faces", tmp_path / "other", set_seed=4).train().checkpoint
     with pytest.raises(CheckpointError, match="different weights"):
         plsc.open_embeddings(tmp_path / "out", checkpoint=other)
-    with pytest.raises(CheckpointError, match="not empty"):
+    with pytest.raises(CheckpointError, match="different images"):
         ins.predict(images, output=tmp_path / "out")
+    ins.set_checkpoint_dir(other)
+    with pytest.raises(CheckpointError, match="different model"):
+        ins.predict(output=tmp_path / "out")
 
 
 class Own(BaseModel):
@@ -236,6 +280,8 @@ def test_bad_images_are_named_or_left_out(trained, tmp_path, messages, monkeypat
     assert written["names"][:].tolist() == found.names
     listed = (tmp_path / "out" / "_bad_samples.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in listed] == ["undecodable", "missing"]
+    min((tmp_path / "out").glob("00001-*")).unlink()
+    assert ins.predict(field=["value", "id"], output=tmp_path / "out")["names"][:].tolist() == found.names
 
 
 def test_ranks_with_bad_images_only_take_part_in_the_search_for_classes(trained, expected, tmp_path):

@@ -20,7 +20,7 @@ COLUMNS = {
     "labels": {"dtype": "int64", "shape": []},
     "names": {"dtype": "object", "shape": []},
 }
-MODEL = {"checkpoint": "run/3", "step": 3, "name": "ResNet18", "weights": "0" * 64}
+MODEL = {"checkpoint": "run/3", "step": 3, "name": "ResNet18", "weights": "0" * 64, "files": "0"}
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def folder(tmp_path):
     write_index(tmp_path, {
         "format": FORMAT, "version": VERSION, "model": MODEL, "input": {"shape": ["batch", 3, 16, 16]},
         "flip": False, "precision": "float32", "columns": COLUMNS, "images": COUNT, "rows_per_shard": ROWS,
-        "count": COUNT, "shards": shards,
+        "count": COUNT, "shards": shards, "complete": True,
     })  # fmt: skip
     return tmp_path
 
