@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
@@ -448,13 +446,6 @@ class CapacityResult(Result):
         header = ["Identities", "FPIR", "90 % interval", "Threshold for FPIR 0.01"]
         text = f"{self.summary()}; FPIR at threshold {self.threshold:.4f}"
         return [Table(header, rows, f"{text[0].upper()}{text[1:]}")]
-
-    def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
-        from plsc.evaluate.plots import plot_capacity  # imports matplotlib
-
-        sizes = np.geomspace(5, self._largest(), 100).astype(int).tolist()
-        curve = {size: self.capacity.fpir(self.threshold, size) for size in sizes}
-        return {"capacity.png": lambda path: plot_capacity(curve, path)}
 
     def _largest(self) -> int:
         held = self.holding.identities if self.holding is not None else 0

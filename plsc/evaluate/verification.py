@@ -306,13 +306,9 @@ class VerificationResult(PairRates):
         return [Table(header, [row]), self.rates(thresholds=self.threshold_at_far)]
 
     def _pictures(self, name: str, stem: str) -> dict[str, Callable[[Path], None]]:
-        from plsc.evaluate.plots import plot_roc, plot_scores  # matplotlib is slow to import
+        from plsc.evaluate.plots import plot_roc  # matplotlib is slow to import
 
-        pairs = self.cosines, self.is_same
-        return {
-            f"{stem}_roc.png": lambda path: plot_roc({name: pairs}, path),
-            f"{stem}_scores.png": lambda path: plot_scores(*pairs, path, self.threshold_cosine),
-        }
+        return {f"{stem}_roc.png": lambda path: plot_roc({name: (self.cosines, self.is_same)}, path)}
 
     def section(self, name: str, labels: Sequence[str] | None = None) -> Section:
         """Return the section of a report, with the file of the scores.
