@@ -127,7 +127,7 @@ def read_groups(path: str, images: Sequence[Any]) -> Groups:
     """Read the groups of images from a file, at a path or URL: ``<image><tab><group>`` per line.
 
     An image is named as in its list or ``label.txt``, or by its path; without a file, as in messages, such as
-    ``train.csv:12``; in memory (.bin files), by its number from 0, as in the file of the scores.
+    ``train.csv:12``; in memory (.bin files), by its number from 0.
 
     Raises:
         DataError: the file cannot be read, a line is invalid or contradicts another, or none names an image.

@@ -29,15 +29,15 @@ class Table:
 class Section:
     """The result of one protocol on one dataset, as ``result.section(name)`` returns it.
 
-    choices: how it was measured, one sentence each. values: everything, as plain values for JSON. files: by
-    name, functions that write a file; the report shows PNG files and links others.
+    choices: how it was measured, one sentence each. values: everything, as plain values for JSON. pictures:
+    by name, functions that draw a PNG file.
     """
 
     title: str
     choices: Sequence[str]
     tables: Sequence[Table]
     values: Mapping[str, Any]
-    files: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
+    pictures: Mapping[str, Callable[[Path], None]] = field(default_factory=dict)
 
 
 class Result(ABC):
@@ -98,8 +98,8 @@ def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[
     folder.mkdir(parents=True, exist_ok=True)
     lines = [f"# {title}", ""]
     for section in sections:
-        for name, write in section.files.items():
-            write(folder / name)
+        for name, draw in section.pictures.items():
+            draw(folder / name)
         lines += lines_of(section)
     values = {one.title: {**one.values, "choices": list(one.choices)} for one in sections}
     for name, text in (("report.md", "\n".join(lines)), ("report.json", json.dumps(values, indent=2) + "\n")):
@@ -114,9 +114,8 @@ def lines_of(section: Section) -> list[str]:
     for table in section.tables:
         lines += [f"**{table.title}**", ""] if table.title else []
         lines += _rows(table)
-    for name in section.files:
-        shown = f"![{Path(name).stem.replace('_', ' ')}]" if name.endswith(".png") else f"[{name}]"
-        lines += [f"{shown}({name})", ""]
+    for name in section.pictures:
+        lines += [f"![{Path(name).stem.replace('_', ' ')}]({name})", ""]
     return [*lines, "How it was measured:", "", *(f"- {_plain(choice)}" for choice in section.choices), ""]
 
 

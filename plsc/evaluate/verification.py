@@ -21,7 +21,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,9 +41,8 @@ from plsc.evaluate.curves import (
     tar_at_far,
 )
 from plsc.evaluate.identification import check_finite
-from plsc.evaluate.report import Result, Section, Table, stem_of
+from plsc.evaluate.report import Result, Table
 from plsc.storage.blocks import streamed, text_lines
-from plsc.storage.publish import replacing
 from plsc.storage.urls import base_name, exists, is_url, join, local_path, located, parent_of, place_of, shown
 
 GRID = 2**20  # scores per unit: on a grid, rounding errors do not order equal pairs
@@ -103,10 +102,6 @@ class ListedImages(FileSource):
     def name(self, index: int) -> str:
         """Return ``a.jpg (pairs.txt:12)``."""
         return f"{super().name(index)} ({self._title}:{self._lines[index]})"
-
-    def listed(self, index: int) -> str:
-        """Return the path as in the list."""
-        return super().name(index)
 
     def check(self) -> None:
         """Raise DataError for the first image that is missing; images at a URL are not checked."""
@@ -310,18 +305,6 @@ class VerificationResult(PairRates):
 
         return {f"{stem}_roc.png": lambda path: plot_roc({name: (self.cosines, self.is_same)}, path)}
 
-    def section(self, name: str, labels: Sequence[str] | None = None) -> Section:
-        """Return the section of a report, with the file of the scores.
-
-        name: of the pairs, which is part of the names of the files. labels: names of the images, in the order
-        of the pairs; by default their numbers.
-        """
-        section = super().section(name)
-        scores_file = {
-            f"{stem_of(name)}_scores.tsv": lambda path: write_scores(path, self.cosines, self.is_same, labels)
-        }
-        return replace(section, files={**section.files, **scores_file})
-
 
 def verify(
     embeddings: np.ndarray, is_same: np.ndarray, folds: int = 10, pairs: np.ndarray | None = None
@@ -377,21 +360,6 @@ def rates_of_curve(far: np.ndarray, tar: np.ndarray, is_same: np.ndarray) -> dic
         "positives": positives,
         "negatives": negatives,
     }
-
-
-def write_scores(
-    path: Path, cosines: np.ndarray, is_same: np.ndarray, names: Sequence[str] | None = None
-) -> None:
-    """Write a line per pair, separated by tabs: score, 1 for the same class or 0, and the two names.
-
-    names: of 2P images; pair p is names 2p and 2p + 1; by default their numbers.
-    """
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.write("score\tsame\tfirst\tsecond\n")
-        for pair, (cosine, same) in enumerate(zip(cosines.tolist(), is_same.tolist(), strict=True)):
-            numbers = (2 * pair, 2 * pair + 1)
-            first, second = numbers if names is None else (printable(names[index]) for index in numbers)
-            file.write(f"{cosine!r}\t{same:d}\t{first}\t{second}\n")
 
 
 def wilson_interval(successes: float, trials: int) -> tuple[float, float]:

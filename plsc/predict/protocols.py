@@ -171,10 +171,7 @@ class Evaluator:
         groups = [self._groups(target.images) for target in targets]
         for target, own in zip(targets, groups, strict=True):
             result = verify_target(self.trained.embed(target.images, target.name), target, self.trained.world)
-            names = target.names
-            if names is not None and target.pairs is not None:
-                names = [names[number] for number in target.pairs.ravel().tolist()]
-            yield target.name, result, result.section(target.name, names)
+            yield target.name, result, result.section(target.name)
             if own is not None:
                 pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
                 yield _by_group(target.name, pair_rates(own, pairs, result.cosines, result.is_same))

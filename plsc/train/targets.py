@@ -33,7 +33,7 @@ class Target:
     """The P pairs of a file.
 
     images: N encoded images or faces to align, or arrays from a reader. is_same: bool [P]. pairs: the images
-    of each pair, int64 [P, 2]; None: 2p and 2p + 1. names: of the images, if they have any.
+    of each pair, int64 [P, 2]; None: 2p and 2p + 1.
     """
 
     METRICS: ClassVar = VerificationResult.METRICS
@@ -42,7 +42,6 @@ class Target:
     images: Sequence[Any]
     is_same: np.ndarray
     pairs: np.ndarray | None = None
-    names: Sequence[str] | None = None
 
 
 def open_pairs(
@@ -63,9 +62,8 @@ def open_pairs(
         return Target(name, stored.images, stored.is_same)
     listed = read_pair_list(path, folder, allowed)
     numbers = np.arange(len(listed.images))
-    names = [listed.images.listed(number) for number in numbers.tolist()]
     images = ImagesOf(align_source(listed.images, landmarks, is_strict), numbers)
-    return Target(name, images, listed.is_same, listed.pairs, names)
+    return Target(name, images, listed.is_same, listed.pairs)
 
 
 def load_targets(
@@ -115,9 +113,8 @@ def _limited(target: Target, chosen: np.ndarray) -> Target:
         return target
     pairs = np.arange(len(target.images)).reshape(-1, 2) if target.pairs is None else target.pairs
     numbers, rows = np.unique(pairs[chosen], return_inverse=True)
-    names = None if target.names is None else _chosen(target.names, numbers)
     images = _chosen(target.images, numbers)
-    return Target(target.name, images, target.is_same[chosen], rows.reshape(-1, 2), names)
+    return Target(target.name, images, target.is_same[chosen], rows.reshape(-1, 2))
 
 
 def _chosen(items: Sequence[Any], numbers: np.ndarray) -> Sequence[Any]:

@@ -135,8 +135,6 @@ def test_text_lists_are_val_targets_like_bin_files_and_the_default_pairs(faces, 
     by_protocol = ins.test("pairs", output=tmp_path / "report")
     assert by_protocol.keys() == found.keys()
     assert all(one.as_dict() == close_to(found[name]) for name, one in by_protocol.items())
-    lines = (tmp_path / "report" / "pairs.txt_scores.tsv").read_text().splitlines()
-    assert lines[1].split("\t")[2].startswith("images/")
     ins.set_limit_test_batches(14)  # 21 pairs of 40
     limited = ins.test()
     assert (limited["lfw"].pairs, limited["pairs.txt"].pairs) == (21, 21)

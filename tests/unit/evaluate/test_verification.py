@@ -179,19 +179,11 @@ def test_pairs_are_rows_of_the_embeddings():
     assert found.as_dict() == expected.as_dict()
 
 
-def test_the_report_has_a_line_per_pair(tmp_path):
+def test_the_report_has_the_values_and_the_curve(tmp_path):
     embeddings, is_same = some_pairs(60, 1.0, seed=4)
     result = verify(embeddings, is_same)
-    names = [f"a\tb/{index}.png" for index in range(120)]
-    path = write_report(tmp_path, "Report", [result.section("my pairs", labels=names)])
-    assert all(part in path.read_text() for part in ("my_pairs_roc.png", "my_pairs_scores.tsv"))
-    header, *lines = (tmp_path / "my_pairs_scores.tsv").read_text().splitlines()
-    assert header.split("\t") == ["score", "same", "first", "second"]
-    assert len(lines) == 60
-    score, same, *two = lines[7].split("\t")
-    assert (float(score), same, two) == (
-        result.cosines[7], str(int(is_same[7])), ["a\\tb/14.png", "a\\tb/15.png"],
-    )  # fmt: skip
+    path = write_report(tmp_path, "Report", [result.section("my pairs")])
+    assert "my_pairs_roc.png" in path.read_text()
     values = json.loads((tmp_path / "report.json").read_text())["my pairs"]
     assert values.pop("choices")
     assert values == result.as_dict()
