@@ -213,7 +213,7 @@ class Entry(OriginalSetters):
             incr_ratio: factor greater than 1.
             decr_ratio: factor between 0 and 1.
             use_dynamic_loss_scaling: False: keep the scale constant.
-            amp_lists: operators and modules that always compute in 16 bits or in float32
+            amp_lists: operators that always compute in 16 bits or in float32
                 (plsc.AutoMixedPrecisionLists).
 
         A step with a nan or inf is always skipped. Raises OptionError for an invalid value, and changes

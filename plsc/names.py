@@ -63,6 +63,24 @@ DEFAULT_NECK = "norm-dropout-linear-norm"
 """Of plsc/models/layers.py: "option E" of ArcFace (Deng et al. 2019, section 3.1)."""
 
 
+_SAME_NAME = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
+    "batch_norm", "layer_norm", "group_norm", "instance_norm", "normalize", "softmax", "log_softmax", "prelu",
+    "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sum", "mean", "avg_pool2d", "adaptive_avg_pool2d",
+    "max_pool2d", "interpolate",
+)  # fmt: skip
+OPERATORS: dict[str, tuple[str, ...]] = {
+    **{name: (name,) for name in _SAME_NAME},
+    "matmul": ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"),
+    "attention": ("scaled_dot_product_attention",),
+    "relu": ("relu", "relu_"),
+    "pow": ("pow", "__pow__"),
+    "add": ("add", "__add__", "__radd__"),
+    "mul": ("mul", "__mul__", "__rmul__"),
+}
+"""Operators of the precision lists, and the torch functions and tensor methods they stand for."""
+
+
 def name_of(function: Callable[..., Any]) -> str:
     """Return ``module:name`` of a function or class; of a functools.partial, that of its function."""
     inner = getattr(function, "func", function)

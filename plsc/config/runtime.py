@@ -19,6 +19,7 @@ from plsc.config.option import (
     one_of,
 )
 from plsc.errors import OptionError
+from plsc.names import OPERATORS
 
 
 def _meeting_place(url: str) -> str | None:
@@ -62,8 +63,8 @@ class RuntimeOptions:
     )
 
 
-def _names(values: tuple[str, ...]) -> str | None:
-    return None if all(value.strip() for value in values) else "non-empty names"
+def _operators(values: tuple[str, ...]) -> str | None:
+    return None if OPERATORS.keys() >= set(values) else f"names of operators: {', '.join(OPERATORS)}"
 
 
 def _shrinks(value: float) -> str | None:
@@ -88,16 +89,13 @@ class ScalingArguments:
 
 @dataclass(frozen=True)
 class AutoMixedPrecisionLists:
-    """Operators and modules that always compute in 16 bits, and those that always compute in float32.
+    """Operators that always compute in 16 bits, and those that always compute in float32.
 
-    A name is an operator (see the table in docs/performance.md), or a pattern with ``*`` and ``?`` for module
-    names, such as ``neck.*``, or module classes, such as ``BatchNorm2d``. A name that matches nothing is an
-    error when the network is built. Raises OptionError for anything but lists of names, and for a name in
-    both lists.
+    docs/performance.md lists their names. Raises OptionError for other names, and for a name in both lists.
     """
 
-    custom_white_list: tuple[str, ...] | None = declare(None, "those in 16 bits", check=_names)
-    custom_black_list: tuple[str, ...] | None = declare(None, "those in float32", check=_names)
+    custom_white_list: tuple[str, ...] | None = declare(None, "those in 16 bits", check=_operators)
+    custom_black_list: tuple[str, ...] | None = declare(None, "those in float32", check=_operators)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -128,7 +126,7 @@ class PrecisionOptions:
     )
     lists: dict[str, Any] | None = of_run(  # noqa: RUF009
         None,
-        f"operators and modules, see docs/performance.md: {described_fields(AutoMixedPrecisionLists)}",
+        f"operators, see docs/performance.md: {described_fields(AutoMixedPrecisionLists)}",
         "set_precision_lists(**lists)",
         arguments_of(AutoMixedPrecisionLists, "precision.lists"),
         needs=need("precision.mode", "float16", "bfloat16"),

@@ -269,9 +269,9 @@ class Setters:
         """
 
     def set_precision_lists(self, **arguments: Any) -> None:
-        """Set ``precision.lists``: operators and modules, see docs/performance.md: custom_white_list
-        (those in 16 bits); custom_black_list (those in float32); only if precision.mode is float16 or
-        bfloat16. Default: None.
+        """Set ``precision.lists``: operators, see docs/performance.md: custom_white_list (those in 16
+        bits); custom_black_list (those in float32); only if precision.mode is float16 or bfloat16.
+        Default: None.
         """
 
     def set_train_batch_size(self, batch_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast, lists of modules and operators with a fixed dtype, and dynamic loss scaling.
+"""Mixed precision: autocast, lists of operators with a fixed dtype, and dynamic loss scaling.
 
 Loss scaling keeps small gradients from underflowing in float16: Micikevicius et al. 2018, "Mixed Precision
 Training". torch.amp.GradScaler lowers the scale after each overflow; here, as in the original PLSC, after
@@ -8,10 +8,9 @@ several in a row.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from plsc.errors import OptionError, did_you_mean
 from plsc.models.base_model import ForwardWrapper
+from plsc.names import OPERATORS
 from plsc.parallel.backbone import gradient_values
 
 # Layers whose operators a TorchFunctionMode does not see: layers of plsc with their own implementation, and
@@ -34,63 +33,28 @@ _LAYERS: dict[str, type[nn.Module]] = {
 }
 
 
-@dataclass(frozen=True)
-class PrecisionLists:
-    """The lists of `AutoMixedPrecisionLists`, resolved to the modules (by qualified name) and operators."""
+def apply_lists(
+    network: nn.Module, white: Collection[str], black: Collection[str], mode: str, device: torch.device
+) -> None:
+    """Apply lists of OPERATORS to a network in place; they take effect when it is called under autocast.
 
-    white_modules: list[str] = field(default_factory=list)
-    black_modules: list[str] = field(default_factory=list)
-    white_operators: list[str] = field(default_factory=list)
-    black_operators: list[str] = field(default_factory=list)
-
-    @staticmethod
-    def resolve(network: nn.Module, white: Sequence[str], black: Sequence[str]) -> PrecisionLists:
-        """Resolve the names of both lists in a network.
-
-        Raises OptionError for a name that matches nothing, and for modules that are in both lists.
-        """
-        white_modules, white_operators = _resolve(network, "custom_white_list", white)
-        black_modules, black_operators = _resolve(network, "custom_black_list", black)
-        both = [name for name in white_modules if name in black_modules]
-        if both:
-            raise OptionError(f"both lists of precision.lists match {both[0] or 'the whole network'}")
-        return PrecisionLists(white_modules, black_modules, white_operators, black_operators)
-
-
-def apply_lists(network: nn.Module, lists: PrecisionLists, mode: str, device: torch.device) -> None:
-    """Apply the lists to a network in place; they take effect when it is called under autocast.
-
-    mode: as of `autocast`; nothing changes in float32.
-
-    A module of the black list, with its submodules, computes in float32, a module of the white list in 16
-    bits. For nested modules, the innermost entry applies; inside a float32 module its output is cast back to
-    float32. An operator's own entry has precedence. Parameters and state dicts do not change.
+    white: compute in 16 bits. black: compute in float32. mode: as of `autocast`; nothing changes in float32.
+    Parameters and state dicts do not change.
 
     Wraps the ``forward`` of single modules, so that recomputation repeats the same casts.
     `plsc.models.base_model.unwrap` reverts it.
     """
-    if mode == "float32":
+    if mode == "float32" or not (white or black):
         return
     dtype = getattr(torch, mode)
-    white, black = (
-        tuple(_LAYERS[name] for name in names if name in _LAYERS)
-        for names in (lists.white_operators, lists.black_operators)
+    in_16_bits, exact = (
+        tuple(_LAYERS[name] for name in names if name in _LAYERS) for names in (white, black)
     )
-    operators = (lists.white_operators, lists.black_operators)
-    casts = OperatorPrecision(*operators, dtype, device.type) if any(operators) else None
-    call = _NetworkCall(device.type, casts)
-    for name, module in network.named_modules():
-        dtypes: list[torch.dtype | None] = []
-        if isinstance(module, white + black):
-            dtypes.append(torch.float32 if isinstance(module, black) else dtype)
-        if name in lists.white_modules:
-            dtypes.append(dtype)
-        if name in lists.black_modules:
-            dtypes.append(torch.float32)
-        if casts is not None and not dtypes:
-            dtypes.append(None)
-        for fixed in dtypes:
-            module.forward = _ModuleForward(module.forward, call, fixed)
+    call = _NetworkCall(device.type, OperatorPrecision(white, black, dtype, device.type))
+    for module in network.modules():
+        fixed = torch.float32 if isinstance(module, exact) else dtype
+        is_listed = isinstance(module, in_16_bits + exact)
+        module.forward = _ModuleForward(module.forward, call, fixed if is_listed else None)
     network.forward = _NetworkForward(network.forward, call)
 
 
@@ -101,34 +65,13 @@ def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, dtype=getattr(torch, mode))
 
 
-def _resolve(network: nn.Module, option: str, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the modules and the operators that match the names."""
-    modules = {name: type(module).__name__ for name, module in network.named_modules()}
-    matched: dict[str, None] = {}
-    operators = [name for name in names if name in OPERATORS]
-    for pattern in names:
-        matching = [
-            name
-            for name, kind in modules.items()
-            if (name and fnmatchcase(name, pattern)) or fnmatchcase(kind, pattern)
-        ]
-        if not matching and pattern not in OPERATORS:
-            near = did_you_mean(pattern, [*OPERATORS, *modules.values(), *filter(None, modules)])
-            raise OptionError(
-                f"precision.{option} has {pattern!r}, which matches no module name or class of "
-                f"{type(network).__name__}{near}; operators: {', '.join(OPERATORS)}"
-            )
-        matched.update(dict.fromkeys(matching))
-    return list(matched), operators
-
-
 class _NetworkCall:
-    """Whether autocast was on in the last call of the network, and the operator mode if there is one.
+    """Whether autocast was on in the last call of the network, and the operator mode.
 
     Recomputation in the backward pass belongs to that call, and may run in another thread.
     """
 
-    def __init__(self, device: str, mode: OperatorPrecision | None) -> None:
+    def __init__(self, device: str, mode: OperatorPrecision) -> None:
         self.device = device
         self.is_autocast = False
         self._mode = mode
@@ -138,7 +81,7 @@ class _NetworkCall:
     def operator_mode(self) -> Iterator[None]:
         """Enter the operator mode unless this thread already has."""
         thread = threading.get_ident()
-        if self._mode is None or thread in self._threads:
+        if thread in self._threads:
             yield
             return
         self._threads.add(thread)
@@ -162,7 +105,7 @@ class _NetworkForward(ForwardWrapper):
 
 
 class _ModuleForward(ForwardWrapper):
-    """The forward of a module: enters the operator mode, and applies the dtype of its list if it has one."""
+    """The forward of a module: enters the operator mode, and applies a dtype if its layer is listed."""
 
     def __init__(self, inner: Callable[..., Any], call: _NetworkCall, dtype: torch.dtype | None) -> None:
         super().__init__(inner)
@@ -183,23 +126,6 @@ class _ModuleForward(ForwardWrapper):
                 result = self.inner(*cast(inputs, dtype), **cast(named, dtype))
             return cast(result, torch.float32) if is_within_float32 else result
 
-
-_SAME_NAME = (
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "linear",
-    "batch_norm", "layer_norm", "group_norm", "instance_norm", "normalize", "softmax", "log_softmax", "prelu",
-    "gelu", "silu", "sigmoid", "tanh", "exp", "log", "sum", "mean", "avg_pool2d", "adaptive_avg_pool2d",
-    "max_pool2d", "interpolate",
-)  # fmt: skip
-OPERATORS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in _SAME_NAME},
-    "matmul": ("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "einsum"),
-    "attention": ("scaled_dot_product_attention",),
-    "relu": ("relu", "relu_"),
-    "pow": ("pow", "__pow__"),
-    "add": ("add", "__add__", "__radd__"),
-    "mul": ("mul", "__mul__", "__rmul__"),
-}
-"""Operator names of the lists, and the torch functions and tensor methods they stand for."""
 
 INPUT_ONLY = ("batch_norm", "instance_norm")
 """Operators for which only the input is cast: their statistics must be float32."""

@@ -22,11 +22,10 @@ from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
 from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
-from plsc.models.precision import apply_lists
 from plsc.names import importable, name_of, names_code
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
-from plsc.train.build import build_network, resolve_lists, training_mode
+from plsc.train.build import apply_precision, build_network
 from plsc.train.folder import RunFolder
 from plsc.train.run import adopt
 
@@ -149,8 +148,7 @@ def open_trained(
                 "or predict in the same way"
             )
     network = build_network(config, world, custom)
-    lists, mode = resolve_lists(network, config.precision.lists), config.precision.mode
-    apply_lists(network, lists, training_mode(mode, world.device), world.device)
+    apply_precision(network, config, world.device)
     _load(network, load_weights(path), path)
     return Trained(network, config, world, path, manifest)
 

@@ -60,7 +60,7 @@ from plsc.models.base_model import (
     unwrap,
 )
 from plsc.models.dry_run import choose_memory_format, never_used
-from plsc.models.precision import LossScaler, PrecisionLists, apply_lists
+from plsc.models.precision import LossScaler, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
 from plsc.models.sync_batch_norm import SampleNumbers, synchronise_batch_norm, use_sample_dropout
 from plsc.names import load_function, names_code
@@ -128,7 +128,6 @@ def build_trained_network(
     network = build_network(options, world, custom)
     unwrap(network)  # remove changes that an earlier run made to a custom network
     unfreeze(network)
-    lists = resolve_lists(network, options.precision.lists)
     initialise_by_rule(network, rules, options.train.seed)
     # Patterns match names and types of the plain network: the next lines replace modules.
     optim = options.optim
@@ -147,7 +146,7 @@ def build_trained_network(
         synchronise_batch_norm(network, world.backbone_group, world.device)
     freeze(network, assignment.frozen)
     samples = use_sample_dropout(network)
-    apply_lists(network, lists, training_mode(options.precision.mode, world.device), world.device)
+    apply_precision(network, options, world.device)
     recompute_activations(network, options.memory.recompute)
     return network, assignment, samples
 
@@ -234,10 +233,11 @@ def build_scaler(arguments: Mapping[str, Any] | None, mode: str) -> LossScaler |
     return LossScaler(*astuple(read_arguments(ScalingArguments, arguments, "precision.scaling_arguments")))
 
 
-def resolve_lists(network: nn.Module, lists: Mapping[str, Any] | None) -> PrecisionLists:
-    """Resolve `precision.lists` in a network. Raises OptionError for a name that matches nothing."""
-    names = read_arguments(AutoMixedPrecisionLists, lists, "precision.lists")
-    return PrecisionLists.resolve(network, names.custom_white_list or (), names.custom_black_list or ())
+def apply_precision(network: nn.Module, options: Config, device: torch.device) -> None:
+    """Apply `precision.lists` to a network in place; see `apply_lists`."""
+    lists = read_arguments(AutoMixedPrecisionLists, options.precision.lists, "precision.lists")
+    mode = training_mode(options.precision.mode, device)
+    apply_lists(network, lists.custom_white_list or (), lists.custom_black_list or (), mode, device)
 
 
 def margin_of(options: Config) -> Margin:

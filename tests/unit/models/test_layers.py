@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from plsc.models.layers import Conv2d, PReLU
-from plsc.models.precision import PrecisionLists, apply_lists
+from plsc.models.precision import apply_lists
 
 
 def gradients_for(layer: nn.Module, x: torch.Tensor, g: torch.Tensor):
@@ -153,8 +153,7 @@ def test_frozen_weights_and_images_get_no_gradient():
 @pytest.mark.parametrize(("white", "black", "expected"), [(["conv2d"], [], True), ([], ["conv2d"], False)])
 def test_layers_follow_the_lists_of_operators(white, black, expected):
     network = nn.Sequential(Conv2d(4, 8, 3, bias=False), nn.Identity())
-    lists = PrecisionLists.resolve(network, white, black)
-    apply_lists(network, lists, "bfloat16", torch.device("cpu"))
+    apply_lists(network, white, black, "bfloat16", torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         y = network(torch.randn(2, 4, 5, 5))
     assert y.dtype == (torch.bfloat16 if expected else torch.float32)

@@ -169,13 +169,13 @@ def test_evaluation_is_in_float32(dataset, tmp_path):
 
 def test_set_mixed_precision_sets_what_it_says_or_nothing():
     ins = Entry()
-    lists = AutoMixedPrecisionLists(["softmax"], ["BatchNorm2d"])
+    lists = AutoMixedPrecisionLists(["softmax"], ["batch_norm"])
     ins.set_mixed_precision(True, 128, 1000, 3, 4, 0.25, False, lists)
     assert (precision := ins.options.precision).mode == "float16"
     assert build_scaler(precision.scaling_arguments, "float16") == LossScaler(
         128.0, 1000, 3, 4.0, 0.25, False
     )
-    assert precision.lists == {"custom_white_list": ["softmax"], "custom_black_list": ["BatchNorm2d"]}
+    assert precision.lists == {"custom_white_list": ["softmax"], "custom_black_list": ["batch_norm"]}
     ins.set_mixed_precision(True)
     precision = ins.options.precision
     assert build_scaler(precision.scaling_arguments, "float16") == LossScaler(1.0, 2000, 2, 2.0, 0.5, True)
@@ -209,13 +209,10 @@ def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
     assert execution_of(None, "float16").products is torch.bfloat16
     assert execution_of({"products": "float32"}, "float16").products is torch.float32
     named = options(
-        dataset, tmp_path / "b", precision__lists={"custom_black_list": ["norn"]}, speed__compile=True
+        dataset, tmp_path / "b", precision__lists={"custom_black_list": ["softmax"]}, speed__compile=True
     )
-    with pytest.raises(OptionError, match="compile cannot be used with precision"):
+    with pytest.raises(OptionError, match="speed.compile and precision"):
         check_combinations(named, 1)
-    named.set("speed.compile", False)
-    with pytest.raises(OptionError, match=r"black_list has 'norn'.*did you mean 'norm'"):
-        build_run(named, WORLD, UserParts(model=Scripted()))
 
 
 def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, tmp_path):
