@@ -4,77 +4,41 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from plsc.cli.parser import Command
 from plsc.config import Options
-from plsc.errors import OptionError, PlscError, kind_and_line
+from plsc.errors import OptionError
 from plsc.version import __version__
 
 _SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
 _NUMBERS = 2**20  # elements of the tensor of the collective
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A line of the report. status: ok, warning or error; `text` says what to do unless it is ok."""
 
     status: str
     name: str
     text: str
 
-    def __str__(self) -> str:
-        return f"{self.status:9}{self.name:14}{self.text}"
-
 
 def run_doctor(options: Options) -> None:
-    """Print the findings of rank 0, and others of other ranks. Exit code 1 for an error."""
+    """Print the findings of rank 0. Exit code 1 for an error; other ranks raise their own."""
     from plsc.entry import join_ranks
 
     runtime = options.runtime
     if "runtime.timeout" not in options.values:
         runtime = replace(runtime, timeout=_SECONDS)
-    try:
-        world = join_ranks(runtime)
-    except PlscError as error:
-        report([[*_local_findings(None), Finding("error", "ranks", str(error))]])
-        raise SystemExit(1) from error
-    own = [*_local_findings(world.device), *_checked("collective", lambda: _collective(world))]
-    try:
-        gathered = world.all_gather_object([vars(one) for one in own])
-        everyones = [[Finding(**one) for one in findings] for findings in gathered]
-    except RuntimeError as error:
-        everyones = [[*own, Finding("error", "ranks", f"another rank ended: {kind_and_line(error)}")]]
+    world = join_ranks(runtime)
+    local = [_versions(), _devices(), _head_kernels(world.device), _data_tools()]
+    findings = [*local, _collective(world)]
     world.close()
-    if world.is_main:
-        report(everyones)
-    if any(one.status == "error" for findings in everyones for one in findings):
+    for status, name, text in findings if world.is_main else []:
+        print(f"{status:9}{name:14}{text}")
+    if findings[-1].status == "error":
         raise SystemExit(1)
-
-
-def report(everyones: list[list[Finding]]) -> None:
-    """Print the findings of rank 0, and what differs on the other ranks."""
-    for rank, findings in enumerate(everyones):
-        for one in findings:
-            if rank == 0 or one not in everyones[0]:
-                print(replace(one, text=f"rank {rank}: {one.text}") if rank else one)
-
-
-def _checked(name: str, check: Callable[[], Finding]) -> Iterator[Finding]:
-    """Run a check and yield its finding; an exception becomes an error."""
-    try:
-        yield check()
-    except Exception as error:  # drivers and libraries may raise anything
-        yield Finding("error", name, kind_and_line(error))
-
-
-def _local_findings(device: Any) -> Iterator[Finding]:
-    yield from _checked("versions", _versions)
-    yield from _checked("devices", _devices)
-    yield from _checked("head kernels", lambda: _head_kernels(device))
-    yield from _checked("data tools", _data_tools)
 
 
 def _versions() -> Finding:
@@ -110,7 +74,6 @@ def _head_kernels(device: Any) -> Finding:
 
     from plsc.heads.kernels import choose_backend
 
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     wanted, dtypes = "triton" if device.type == "cuda" else "native", (torch.float32, torch.bfloat16)
     try:
         float32, bfloat16 = (
