@@ -382,7 +382,6 @@ class Entry(OriginalSetters):
         output: str | os.PathLike[str] | None = None,
         *,
         graph: str | None = None,
-        precision: str = "float32",
         flip: bool = False,
         classes: bool = False,
         thumbnails: bool = False,
@@ -400,7 +399,6 @@ class Entry(OriginalSetters):
             output: the folder; by default ``<save_dir>/model``.
             graph: ``onnx``, ``torch`` (torch.export), or ``none``: only the weights. By default ``onnx``, if
                 the extra `export` is installed.
-            precision: ``float32``, ``float16`` or ``bfloat16`` (torch only).
             flip: add the embedding of the mirrored image, inside the graph.
             classes: also write the class weights.
             thumbnails: also write one image per class.
@@ -409,7 +407,7 @@ class Entry(OriginalSetters):
             layout: ``plain``; ``triton``: the folder is a model of a Triton model repository;
                 ``insightface``: model.onnx takes images as insightface scales them.
         """
-        conversion = Conversion(graph, precision, flip, classes, thumbnails, unseen, layout)
+        conversion = Conversion(graph, flip, classes, thumbnails, unseen, layout)
         folder = None if output is None else Path(output)
         return self._run(partial(run_conversion, output=folder, conversion=conversion))
 

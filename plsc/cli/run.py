@@ -157,7 +157,6 @@ COMMANDS = {
             dataclasses.replace(_CHECKPOINT, default=REQUIRED),
             word("model", "the folder to write; it must not exist"),
             Argument("graph", str, "onnx", "onnx, torch (torch.export), or none"),
-            Argument("precision", str, "float32", "float32, float16 or bfloat16 (torch)"),
             Argument("flip", bool, False, "add the embedding of the mirrored image, inside the graph"),
             Argument("classes", bool, False, "also write the class weights and names"),
             Argument("thumbnails", bool, False, "also write one image per class"),

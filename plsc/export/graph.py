@@ -1,4 +1,4 @@
-"""Write a network as a graph: ONNX in float32 or float16; torch.export also in bfloat16."""
+"""Write a network as a graph in float32: ONNX or torch.export."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from plsc.models.base_model import unwrap
 from plsc.version import install
 
 INPUT, OUTPUT = "images", "embeddings"
-PRECISIONS = {
-    "onnx": ("float32", "float16"),
-    "torch": ("float32", "float16", "bfloat16"),
-    "none": ("float32",),
-}
-"""The graphs, and the precisions of each."""
+GRAPHS = ("onnx", "torch", "none")
 
 
 class Served(nn.Module):
@@ -78,7 +73,7 @@ def as_served(network: BaseModel, flip: bool) -> Served:
 
 
 def write_graph(
-    folder: Path, served: Served, kind: str, precision: str, image_shape: Sequence[int], layout: str = "plain"
+    folder: Path, served: Served, kind: str, image_shape: Sequence[int], layout: str = "plain"
 ) -> dict[str, Any]:
     """Write the graph of a network to a folder, and return its description for model.json.
 
@@ -86,16 +81,12 @@ def write_graph(
         folder: an existing folder.
         served: the network.
         kind: ``onnx`` or ``torch``.
-        precision: one of PRECISIONS[kind]. The input and output are always float32.
         image_shape: (C, H, W).
         layout: one of DIVISORS; for ``torch``, only ``plain``.
 
     Raises OptionError for a network that cannot be exported.
     """
-    half = precision in ("float16", "bfloat16")
-    scale = DIVISORS[layout] / 128
-    dtype = getattr(torch, precision) if half else torch.float32
-    graph = Served(copy.deepcopy(served.network).to(dtype), served.flip, scale).eval()
+    graph = Served(copy.deepcopy(served.network), served.flip, DIVISORS[layout] / 128).eval()
     if kind == "onnx":
         graph.mirror = torch.arange(image_shape[2] - 1, -1, -1)
     name = TORCH_NAME if kind == "torch" else TRITON_NAME if layout == "triton" else ONNX_NAME
@@ -116,7 +107,6 @@ def write_graph(
     return {
         **describe_file(folder, name),
         "layout": layout,
-        "precision": precision,
         "input": INPUT,
         "output": OUTPUT,
         "normalised": True,

@@ -152,9 +152,7 @@ class ServedModel:
         self._session = _start(self._path, self.image_shape, threads)
         noise = np.random.default_rng(0).uniform(-1, 1, (2, *self.image_shape)).astype(np.float32)
         if not are_normalised(self._run(noise)).all():
-            raise CheckpointError(
-                f"{self._path}: an embedding of the graph does not have norm 1; choose another precision"
-            )
+            raise CheckpointError(f"{self._path}: an embedding of the graph does not have norm 1")
 
     @property
     def default_far(self) -> float | None:
@@ -256,9 +254,6 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    if any(one.data_type == onnx.TensorProto.FLOAT16 for one in model.graph.initializer):
-        # With all optimisations, onnxruntime 1.32 crashes on transformers in float16 on a CPU.
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     # Without VNNI, products of uint8 and int8 would saturate, of graphs that others have quantised.
     options.add_session_config_entry("session.x64quantprecision", "1")
     with _blaming(path, "onnxruntime cannot load it"):

@@ -38,7 +38,7 @@ from plsc.export.folder import (
     write_triton_config,
     write_weights,
 )
-from plsc.export.graph import PRECISIONS, Served, as_served, missing_package, write_graph
+from plsc.export.graph import GRAPHS, Served, as_served, missing_package, write_graph
 from plsc.export.served import open_model
 from plsc.heads.geometry import normalised
 from plsc.parallel.failure import on_main_rank
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 BATCHES = (1, 3, 64)
-TOLERANCES = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}  # of a component of a unit vector
+TOLERANCE = 1e-5  # of a component of a unit vector
 
 Embed = Callable[[np.ndarray], np.ndarray]
 
@@ -76,7 +76,7 @@ def load_graph(folder: Path, kind: str) -> Embed:
     return embed
 
 
-def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) -> tuple[float, float]:
+def compare(served: Served, embed: Embed, images: np.ndarray) -> tuple[float, float]:
     """Return the largest difference of a value, and the lowest cosine, over batches of BATCHES images.
 
     images: float32 [N, C, H, W]; repeated if there are fewer than the largest batch. Raises CheckpointError
@@ -91,10 +91,10 @@ def compare(served: Served, embed: Embed, images: np.ndarray, precision: str) ->
         # nan compares as the largest difference
         largest = float(np.maximum(largest, np.abs(found - expected).max()))
         lowest = float(np.minimum(lowest, (found * expected).sum(axis=1).min()))
-    if not largest <= TOLERANCES[precision]:
+    if not largest <= TOLERANCE:
         raise CheckpointError(
-            f"the {precision} graph differs from the network: largest difference {largest:.1e}, lowest "
-            f"cosine {lowest:.6f}; the limit is {TOLERANCES[precision]:g}. Choose another precision"
+            f"the graph differs from the network: largest difference {largest:.1e}, lowest cosine "
+            f"{lowest:.6f}; the limit is {TOLERANCE:g}"
         )
     return largest, lowest
 
@@ -109,7 +109,6 @@ class Conversion:
 
     Attributes:
         graph: ``onnx``, ``torch`` or ``none``; None: ``onnx`` if its packages are there, and for images.
-        precision: float32, float16 or bfloat16 (torch only).
         flip: add the embedding of the mirrored image, inside the graph.
         classes: also write the class weights.
         thumbnails: also write one image per class.
@@ -119,7 +118,6 @@ class Conversion:
     """
 
     graph: str | None = None
-    precision: str = "float32"
     flip: bool = False
     classes: bool = False
     thumbnails: bool = False
@@ -129,10 +127,8 @@ class Conversion:
     def __post_init__(self) -> None:
         known: dict[str, tuple[str, Collection[str]]] = {
             "layout": (self.layout, DIVISORS),
-            "graph": (self.graph or "none", PRECISIONS),
+            "graph": (self.graph or "none", GRAPHS),
         }
-        if self.graph is not None:
-            known["precision"] = (self.precision, PRECISIONS.get(self.graph, [self.precision]))
         for name, (value, names) in known.items():
             if value not in names:
                 raise OptionError(f"{name} is {value!r}; {suggest(value, names)}")
@@ -245,19 +241,17 @@ class Exporter:
         self, folder: Path, about: dict[str, Any], samples: Samples | None, results: Results
     ) -> list[Section]:
         """Write and check the graph, and return its results; add description and thresholds to `about`."""
-        kind, precision = self.conversion.graph, self.conversion.precision
+        kind = self.conversion.graph
         assert kind is not None
         served = as_served(self.trained.network, self.conversion.flip)
         images = self._images(samples)
         started = time.monotonic()
-        about["graph"] = write_graph(
-            folder, served, kind, precision, images.shape[1:], self.conversion.layout
-        )
+        about["graph"] = write_graph(folder, served, kind, images.shape[1:], self.conversion.layout)
         write_about(folder, about)
-        largest, cosine = compare(served, load_graph(folder, kind), images, precision)
+        largest, cosine = compare(served, load_graph(folder, kind), images)
         about["graph"]["difference"] = {"largest": largest, "cosine": cosine}
         logger.info(
-            f"{kind} {precision}: largest difference {largest:.1e}, lowest cosine {cosine:.6f}, compared "
+            f"{kind}: largest difference {largest:.1e}, lowest cosine {cosine:.6f}, compared "
             f"with the network in batches of {BATCHES} images ({time.monotonic() - started:.1f} s)"
         )
         measured = []

@@ -345,7 +345,6 @@ def _add_pages(app: FastAPI, service: Service) -> None:
                 "model": model.fingerprint,
                 "image_shape": model.image_shape,
                 "emb_size": model.emb_size,
-                "precision": model.about["graph"].get("precision"),
                 "accuracy": model.about.get("accuracy"),
                 "far": service.far,
                 "fpir": options.fpir,
