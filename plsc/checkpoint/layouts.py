@@ -16,6 +16,7 @@ plsc/utils/parameter_converter.py of version 0.1.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ from plsc.checkpoint.tensor_files import (
 from plsc.errors import CheckpointError
 from plsc.models import build_model
 from plsc.models.layers import DOWNSAMPLING
-from plsc.models.resnet import BASIC_WIDTHS, DEPTHS, IRESNET_BLOCKS
+from plsc.models.resnet import BASIC_WIDTHS, IRESNET_BLOCKS
 from plsc.storage.regular import read_record
 
 INSIGHTFACE, PLSC1 = "insightface", "plsc1"
@@ -150,9 +151,10 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
             "--image_shape"
         )
     emb_size, inputs = weight.shape
-    side = _square_side(inputs // BASIC_WIDTHS[-1], DOWNSAMPLING) if inputs % BASIC_WIDTHS[-1] == 0 else None
+    side = math.isqrt(inputs // BASIC_WIDTHS[-1])  # of the final feature map
     channels = state["conv1.weight"].shape[1] if len(state["conv1.weight"].shape) == 4 else 3
-    shape = (channels, side, side) if side else None
+    is_square = side and side * side * BASIC_WIDTHS[-1] == inputs
+    shape = (channels, side * DOWNSAMPLING, side * DOWNSAMPLING) if is_square else None
     # insightface has the option, but trains without it.
     options: dict[str, object] = {"model.dropout": 0.0}
     network = Network(f"IResNet{depth}", emb_size, shape)
@@ -160,7 +162,7 @@ def iresnet_source(state: Mapping[str, Tensor], where: str) -> Source:
 
 
 def read_plsc1(path: Path, given: Network) -> Source:
-    """Read such a folder. given: the network, if it is not a ResNet of PLSC.
+    """Read such a folder. given: the network, whose name and image shape the files do not have.
 
     Raises:
         CheckpointError: files are missing, duplicated, damaged, or of inconsistent sizes.
@@ -204,11 +206,9 @@ def _check_meta(path: Path, class_num: int, emb_size: int, ranks: int) -> None:
 
 def _read_backbone(path: Path, given: Network, emb_size: int) -> tuple[Network, dict[str, Tensor]]:
     """Return the network, and its tensors by our names. The many files are read at once."""
-    names = set(names_in(path))
-    convolutions = sum(re.fullmatch(r"conv2d_\d+\.w_0", name) is not None for name in names)
-    if not convolutions and given.name is None:
-        return Network(None, emb_size), {}
-    network = given.or_else(_recognise_resnet(path, names, convolutions, emb_size))
+    names, network = set(names_in(path)), given.or_else(Network(None, emb_size))
+    if "conv2d_0.w_0" not in names and given.name is None:
+        return network, {}
     tensors: dict[str, Tensor] = {}
     for ours, theirs, is_matrix in _variables(network):
         if theirs in names:
@@ -217,26 +217,10 @@ def _read_backbone(path: Path, given: Network, emb_size: int) -> tuple[Network, 
     return network, tensors
 
 
-def _recognise_resnet(path: Path, names: set[str], convolutions: int, emb_size: int) -> Network:
-    """Return which ResNet of PLSC this is, from its number of convolutions and its last layer."""
-    for depth in DEPTHS:
-        with torch.device("meta"):
-            model = build_model(f"ResNet{depth}", emb_size)
-        count = sum(isinstance(layer, nn.Conv2d) for layer in model.modules())
-        if count == convolutions and {"fc_0.w_0", "conv2d_0.w_0"} <= names:
-            stem = read_paddle_file(path / "conv2d_0.w_0").shape
-            inputs = read_paddle_file(path / "fc_0.w_0").shape[0]
-            width: Any = model.get_submodule("neck.norm").num_features
-            side = _square_side(inputs // width, DOWNSAMPLING) if inputs % width == 0 else None
-            shape = (stem[1], side, side) if side and len(stem) == 4 else None
-            return Network(f"ResNet{depth}", emb_size, shape)
-    return Network(None, emb_size)
-
-
 def _variables(network: Network) -> list[tuple[str, str, bool]]:
     """Return per variable our name, Paddle's name, and whether Paddle stores it transposed."""
     if network.name is None or network.emb_size is None or network.image_shape is None:
-        raise CheckpointError("the backbone is not a ResNet of PLSC; name it with --model and --image_shape")
+        raise CheckpointError("the files do not name the backbone; pass --model and --image_shape")
     with torch.device("meta"):
         model = build_model(network.name, network.emb_size, network.image_shape)
     counts: dict[str, int] = {}
@@ -270,9 +254,3 @@ def _files_by_rank(folder: Path, pattern: re.Pattern[str], what: str) -> dict[in
 def names_in(folder: Path) -> list[str]:
     """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
-
-
-def _square_side(cells: int, downsampling: int) -> int | None:
-    """Return the side of a square image whose final feature map has this many cells, or None."""
-    side = round(cells**0.5)
-    return side * downsampling if side * side == cells else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Mapping
@@ -34,20 +33,6 @@ def run_list(folder: str) -> None:
             f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
             f"saved by {manifest.world_size} rank(s), {size}{shown_metrics}"
         )
-
-
-def run_show(checkpoint: str) -> None:
-    """Print the manifest of a checkpoint as YAML."""
-    import yaml
-
-    from plsc.checkpoint.manifest import manifest_in
-    from plsc.storage.store import Store
-
-    manifest = manifest_in(Store(checkpoint))
-    content = dataclasses.asdict(manifest)
-    content["files"] = {name: file["bytes"] for name, file in content.pop("files").items()}
-    content["tensors"] = len(content.pop("tensors"))
-    print(yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=100), end="")
 
 
 def run_verify(checkpoint: str) -> None:
@@ -160,7 +145,6 @@ GROUP = Group(
             ),
         ),
         "list": Command("list the checkpoints of a run", run_list, (_RUN,)),
-        "show": Command("print the manifest of a checkpoint", run_show, (_CHECKPOINT,)),
         "verify": Command(
             "read all files of a checkpoint and compare their checksums", run_verify, (_CHECKPOINT,)
         ),

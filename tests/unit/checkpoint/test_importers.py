@@ -142,15 +142,17 @@ def test_older_partial_fc_shards_are_imported(iresnet, tmp_path, prefix):
 
 def test_plsc1_class_weights_and_resnet_are_imported(resnet, tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS, 4, backbone=resnet)
-    imported = import_checkpoint(source, tmp_path / "ck", ranks=2)
+    network = Network("ResNet18", None, (3, 32, 32))
+    imported = import_checkpoint(source, tmp_path / "ck", network=network, ranks=2)
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, resnet)
     assert torch.equal(tensors["head.weight"], ROWS)
     assert (imported.network, imported.class_num) == ("ResNet18", CLASSES)
     assert manifest.options["model"]["image_shape"] == [3, 32, 32]
     assert imported.layout == "plsc1"
+    assert "--model" in refusal(source, tmp_path / "a")
     (source / "batch_norm_3.w_1").unlink()
-    assert "ResNet18" in refusal(source, tmp_path / "b")
+    assert "ResNet18" in refusal(source, tmp_path / "b", network=network)
 
 
 def test_plsc1_softmax_is_imported_with_its_bias_and_half_precision_becomes_float32(tmp_path):
