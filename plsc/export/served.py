@@ -1,7 +1,7 @@
 """Open an exported model, and compute embeddings with onnxruntime: in a server, or on a cluster.
 
-The folder may come from anyone: checksums, names of files, and the graph's operators are checked before it
-runs; not how long it computes. Only ONNX is served, because loading a torch.export program can run code.
+The folder may come from anyone: checksums, names of files, and the graph's shapes and work are checked before
+the graph runs. Only ONNX is served, because loading a torch.export program can run code.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,13 @@ MOST_IMAGE_BYTES = 16 * 2**20
 MOST_PIXELS = 32 * 10**6
 _DOMAINS = ("", "ai.onnx")  # of operators: the standard ones
 _FAR = 1e-3
-_MOST_NODES = 2**14
+_MOST_NODES, _MOST_VALUES, _MOST_OPERATIONS = 2**14, 2**31, 2**40  # the last two per image
+_FLOAT, _STRING = 1, 8  # element types
+_SMALL = 1024  # values of a tensor that is computed because the shapes of others depend on it
+_COMPUTED = (
+    *("Add", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Identity", "Mul"),
+    *("Range", "Reshape", "Shape", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze", "Where"),
+)
 EMBEDDING, ERROR = "embedding", "error"
 _BATCH = 64  # images per call of onnxruntime
 _Side = Annotated[int, (1, 4096)]
@@ -142,7 +149,7 @@ class ServedModel:
             self.fingerprint = f"flip-{self.fingerprint}"
         self._path = folder / name
         self._scale = np.float32(128 / DIVISORS.get(str(graph.get("layout")), 128))
-        self._session = _start(self._path, threads)
+        self._session = _start(self._path, self.image_shape, threads)
         noise = np.random.default_rng(0).uniform(-1, 1, (2, *self.image_shape)).astype(np.float32)
         if not are_normalised(self._run(noise)).all():
             raise CheckpointError(f"{self._path}: an embedding of the graph does not have norm 1")
@@ -234,8 +241,8 @@ def _blaming(path: Path, what: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: {what}: {str(error)[:300]}") from error
 
 
-def _start(path: Path, threads: int) -> Any:
-    """Return the onnxruntime session of a graph, after checking what it reads."""
+def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
+    """Return the onnxruntime session of a graph, after checking what it reads and how much it computes."""
     import onnx
     import onnxruntime
 
@@ -243,6 +250,7 @@ def _start(path: Path, threads: int) -> Any:
     with _blaming(path, "it is not an ONNX file"):
         model = onnx.load_model_from_string(data)
     _check_graph(path, model)
+    _check_work(path, model, image_shape)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -270,6 +278,79 @@ def _check_graph(path: Path, model: onnx.ModelProto) -> None:
     ):
         if is_wrong:
             raise CheckpointError(f"{path}: {what}, which plsc does not write")
+
+
+def _check_work(path: Path, model: onnx.ModelProto, image_shape: ImageShape) -> None:
+    """Raise CheckpointError unless an image needs a known and limited number of values and operations.
+
+    Values are those of all tensors; operations are values read or written, and multiplications.
+    """
+    from onnx import defs, helper, shape_inference
+
+    weights, opsets = model.graph.initializer, list(model.opset_import)
+    types = {INPUT: helper.make_tensor_type_proto(_FLOAT, (1, *image_shape))}
+    types |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in weights}
+    known = {one.name: one for one in weights if math.prod(one.dims) <= _SMALL}
+    values = operations = 0
+    for node in model.graph.node:
+        names = [name for name in node.input if name]
+        with _blaming(path, f"its node {node.name!r:.100}"):
+            shapes = [_known_shape(types[name]) for name in names]
+            schema = defs.get_schema(node.op_type, opsets[0].version, "")
+            given, data = ({name: one[name] for name in names if name in one} for one in (types, known))
+            types |= shape_inference.infer_node_outputs(
+                schema, node, given, data, opset_imports=opsets, ir_version=model.ir_version
+            )
+            written = sum(math.prod(_known_shape(types[name])) for name in node.output if name)
+            values += written
+            operations += written + sum(map(math.prod, shapes)) + _multiplications(node, shapes, written)
+            if values > _MOST_VALUES or operations > _MOST_OPERATIONS:
+                limits = f"{_MOST_VALUES:.1e} values or {_MOST_OPERATIONS:.1e} operations"
+                raise ValueError(f"up to it, an image needs more than {limits}")
+            is_known = len(data) == len(given) or node.op_type in ("Shape", "Size")
+            if is_known and node.op_type in _COMPUTED and written <= _SMALL:
+                known |= _computed(node, dict(zip(names, shapes, strict=True)), data, opsets[0].version)
+
+
+def _known_shape(about: onnx.TypeProto) -> list[int]:
+    """Return the shape of a tensor. Raises ValueError if it is unknown, or the values are strings."""
+    tensor = about.tensor_type
+    shape = [one.dim_value if one.HasField("dim_value") else -1 for one in tensor.shape.dim]
+    if not tensor.HasField("shape") or min(shape, default=0) < 0 or tensor.elem_type == _STRING:
+        raise ValueError("a size is known only when the graph runs")
+    return shape
+
+
+def _multiplications(node: onnx.NodeProto, shapes: list[list[int]], written: int) -> int:
+    """Return the multiplications of a node, or more; `written` is the number of values of its outputs."""
+    kind, sizes = node.op_type, [*map(math.prod, shapes)]
+    if kind in ("Det", "MaxRoiPool", "RoiAlign") or (kind == "Einsum" and len(shapes) > 2):
+        raise ValueError(f"the time that a {kind} takes is known only when the graph runs")
+    if "MatMul" in kind or kind in ("Einsum", "Gemm"):  # M * N * K, from M * K, K * N and M * N
+        return math.isqrt(math.prod(sizes) * written)
+    if kind in ("GRU", "LSTM", "RNN"):  # their weights are used once per element of each sequence
+        return math.prod(shapes[0][:2]) * sum(sizes[1:3])
+    if kind == "Attention":
+        return max(sizes) * written
+    kernel = [one for about in node.attribute if about.name == "kernel_shape" for one in about.ints]
+    if "Conv" in kind:
+        kernel = shapes[3 if kind == "QLinearConv" else 1][1:]
+    return max(written, *sizes[:1]) * abs(math.prod(kernel)) if kernel else 0
+
+
+def _computed(
+    node: onnx.NodeProto, shapes: dict[str, list[int]], data: dict[str, onnx.TensorProto], version: int
+) -> dict[str, onnx.TensorProto]:
+    """Return the outputs of a node; inputs that are not in `data` may have any values."""
+    from onnx import GraphProto, ValueInfoProto, numpy_helper
+    from onnx.reference import ReferenceEvaluator
+
+    graph = GraphProto(node=[node], output=[ValueInfoProto(name=name) for name in node.output])
+    arrays = {name: np.broadcast_to(np.uint8(0), shape) for name, shape in shapes.items()}
+    arrays |= {name: numpy_helper.to_array(one) for name, one in data.items()}
+    found = ReferenceEvaluator(graph, opsets={"": version}).run(None, arrays)
+    tensors = map(numpy_helper.from_array, map(np.asarray, found))
+    return dict(zip(node.output, tensors, strict=True))
 
 
 def batch_embedder(

@@ -445,9 +445,17 @@ def drop(model):
     model.graph.node.add(op_type="Slice", input=["all", "zero", "one"], output=["embeddings"])
 
 
-def repeat(model):
-    for _ in range(17_000):
-        model.graph.node.add().CopyFrom(model.graph.node[0])
+def run_for_days(kind, *shapes, **attributes):
+    def add(model):
+        for number, shape in enumerate(shapes):
+            shape = onnx.numpy_helper.from_array(np.array(shape), f"shape{number}")
+            model.graph.initializer.append(shape)
+            model.graph.node.add(op_type="ConstantOfShape", input=[shape.name], output=[f"x{number}"])
+        inputs = [f"x{number}" for number in range(len(shapes))]
+        outputs = ["y"] if kind == "Einsum" else ["", "y"]
+        model.graph.node.append(onnx.helper.make_node(kind, inputs, outputs, **attributes))
+
+    return edited(add)
 
 
 def rename_input(model):
@@ -493,6 +501,9 @@ def test_files_of_a_model_that_are_damaged_too_large_pipes_or_links_are_refused(
     refused("", plsc.load_network)
 
 
+RNN, ROI = ([2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024]), ([1, 9, 2, 2], [1, 4], [1])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -500,8 +511,9 @@ def test_files_of_a_model_that_are_damaged_too_large_pipes_or_links_are_refused(
         ({"change_graph": edited(name_foreign_operator)}, "evil"),
         ({"change_graph": edited(add_loop)}, "control flow"),
         ({"change_graph": edited(rename_input)}, "model.onnx"),
-        ({"change_graph": edited(repeat)}, "nodes"),
-        ({"change_graph": edited(lambda model: model.opset_import.add(version=9))}, "2 operator sets"),
+        ({"change_graph": run_for_days("RNN", *RNN, hidden_size=1024)}, "operations"),
+        ({"change_graph": run_for_days("RoiAlign", *ROI, sampling_ratio=2000)}, "RoiAlign"),
+        ({"change_graph": run_for_days("Einsum", *[[300]] * 4, equation="a,b,c,d->a")}, "Einsum"),
         ({"change_graph": edited(stretch)}, "norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
         ({"output": {"shape": ["batch", 9]}}, r"\[2, 8\]"),
@@ -519,6 +531,89 @@ def test_a_hostile_folder_is_refused(exported, tmp_path, change, message):
     rewrite(folder, **change)
     with pytest.raises(CheckpointError, match=message):
         plsc.export.open_model(folder)
+
+
+def graph_of(*nodes, **constants):
+    """Return an ONNX file from nodes (operator, inputs, output, attributes); `x` is the mean of an image."""
+    made, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    nodes = [
+        made("ReduceMean", ["images"], ["x"], keepdims=0),
+        *(made(kind, inputs.split(), [output], **about) for kind, inputs, output, about in nodes),
+        made("Cast", [nodes[-1][2]], ["float"], to=1),
+        made("ReduceSum", ["float"], ["sum"], keepdims=0),
+        made("Flatten", ["images"], ["flat"]),
+        made("Slice", ["flat", "first", "last", "last_axis"], ["values"]),
+        made("Add", ["values", "sum"], ["added"]),
+        made("LpNormalization", ["added"], ["embeddings"]),
+    ]
+    held = {"first": [0], "last": [8], "last_axis": [1], **constants}.items()
+    graph = onnx.helper.make_graph(
+        nodes,
+        "graph",
+        [value("images", 1, ["n", 3, 16, 16])],
+        [value("embeddings", 1, ["n", 8])],
+        [onnx.numpy_helper.from_array(np.array(one), name) for name, one in held],
+    )
+    opset = onnx.helper.make_opsetid("", 20)
+    return onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9).SerializeToString()
+
+
+def chain(kind, inputs, count=1000, **about):
+    """Return nodes m1, m2 ...; each has the output of the one before as all inputs."""
+    return [(kind, " ".join([f"m{i}"] * inputs), f"m{i + 1}", about) for i in range(count)]
+
+
+FILL = ("Expand", "x size", "m0", {})  # the mean, which is known only when the graph runs, as an image
+IMAGE, PADS = [1, 1, 2048, 2048], {"pads": [1023] * 4}
+LARGE = {
+    "products": graph_of(FILL, *chain("MatMul", 2), size=IMAGE),
+    "pooling": graph_of(FILL, ("MaxPool", "m0", "y", {"kernel_shape": [2047] * 2, **PADS}), size=IMAGE),
+    "kernel": graph_of(
+        FILL, ("Expand", "x side", "w", {}), ("Conv", "m0 w", "y", PADS), size=IMAGE, side=[1, 1, 2047, 2047]
+    ),
+    "doubled shapes": graph_of(
+        ("Reshape", "images side", "s", {}), ("Shape", "s", "m0", {}), *chain("Concat", 2, axis=0),
+        side=[-1, 16],
+    ),
+}  # fmt: skip
+TWO_SETS = edited(lambda model: model.opset_import.add(version=9))
+HOURS = {
+    **{name: (data, r"more than 2\.1e\+09 values or 1\.1e\+12 operations") for name, data in LARGE.items()},
+    "doubled strings": (
+        graph_of(("Constant", "", "m0", {"value_string": "a" * 8}), *chain("StringConcat", 2)),
+        "known only when the graph runs",
+    ),
+    "unknown size": (graph_of(("NonZero", "images", "y", {})), "known only when the graph runs"),
+    "nodes": (graph_of(FILL, *chain("Relu", 1, 17_000), size=[1]), "it has 17008 nodes"),
+    "operator sets": (TWO_SETS(graph_of(FILL, size=[1])), "of 2 operator sets"),
+}
+
+
+@pytest.mark.parametrize("name", HOURS)
+def test_a_graph_that_would_compute_for_hours_is_refused_before_it_is_loaded(
+    exported, tmp_path, name, monkeypatch
+):
+    data, message = HOURS[name]
+    assert len(data) < 500_000
+    folder = shutil.copytree(exported, tmp_path / "model")
+    rewrite(folder, lambda _: data)
+    monkeypatch.delattr("onnxruntime.InferenceSession")
+    with pytest.raises(CheckpointError, match=message):
+        plsc.export.open_model(folder)
+
+
+def test_a_small_graph_with_computed_shapes_is_served(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    data = graph_of(
+        ("Shape", "images", "s", {}), ("Gather", "s two", "side", {}), ("Range", "zero side one", "r", {}),
+        ("Shape", "r", "n", {}), ("Div", "n four", "q", {}), ("ConstantOfShape", "q", "c", {}),
+        ("Add", "c x", "y", {}), zero=0, one=1, two=2, four=[4],
+    )  # fmt: skip
+    rewrite(folder, lambda _: data)
+    image = np.random.default_rng(0).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)
+    expected = image.ravel()[:8] + 4 * image.mean()
+    found = plsc.export.open_model(folder).embed(image)
+    np.testing.assert_allclose(found[0], expected / np.linalg.norm(expected), atol=1e-5)
 
 
 def test_hostile_class_weights_are_refused(exported, tmp_path):
