@@ -100,22 +100,22 @@ def load_weights(
 def missing_weights(
     path: str | os.PathLike[str], manifest: Manifest, kind: str = CLASS_WEIGHTS
 ) -> CheckpointError:
-    """Return the error about a checkpoint without tensors of a kind; `Manifest.head` raises its own."""
+    """Return the error about a checkpoint without tensors of a kind."""
     return CheckpointError(
         f"{path} has no {kind.replace('_', ' ')} ({manifest.head.class_num} classes); if they are in "
         "head.weights_file, use the result of `plsc checkpoint copy`"
     )
 
 
-def read_class_names(folder: Path, manifest: Manifest, head: str = "") -> ClassNames | None:
-    """Return the class names of the head, or of a former head with a name; None if it has none.
+def read_class_names(folder: Path, manifest: Manifest) -> ClassNames | None:
+    """Return the class names; None if there are none.
 
     Raises CheckpointError if they are damaged. Checksums are not compared.
     """
-    keys = [role.key for role in name_roles(head)]
+    keys = [role.key for role in name_roles()]
     if not manifest.tensors.keys() >= set(keys):
         return None
-    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight", head).key)
+    weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight").key)
     infos = [manifest.tensors[key] for key in keys]
     is_sound = [info.dtype for info in infos] == ["uint8", "int64"]
     if is_sound and weight is not None and infos[1].shape == weight.shape[:1]:

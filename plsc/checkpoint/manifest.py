@@ -53,9 +53,8 @@ class Role:
     Attributes:
         kind: one of KINDS.
         name: such as ``weight``, ``momentum_buffer`` or ``random``.
-        of: for class weights, statistics and class names the head's name, empty for a single head; for
-            optimizer state the key of its parameter; for `RANK` the rank's number; for `CALLBACK` the name
-            of the callback.
+        of: for optimizer state the key of its parameter; for `RANK` the rank's number; for `CALLBACK` the
+            name of the callback; otherwise empty.
     """
 
     kind: Annotated[str, "|".join(KINDS)]
@@ -66,7 +65,7 @@ class Role:
     def key(self) -> str:
         """The tensor's key in the checkpoint."""
         if self.kind in (CLASS_WEIGHTS, STATISTICS):
-            return f"{f'heads.{self.of}' if self.of else 'head'}.{self.name}"
+            return f"head.{self.name}"
         if self.kind == OPTIMIZER:
             is_momentum = self.name == "momentum_buffer"
             return f"momentum.{self.of}" if is_momentum else f"optimizer.{self.name}.{self.of}"
@@ -76,9 +75,7 @@ class Role:
             return f"rank{self.of}.{self.name}"
         if self.kind == CALLBACK:
             return f"callbacks.{self.of}.{self.name}"
-        if self.kind == CLASS_NAMES:
-            return ".".join(filter(None, (CLASS_NAMES, self.of, self.name)))
-        return f"{BACKBONE}.{self.name}" if self.kind == BACKBONE else self.name
+        return f"{self.kind}.{self.name}" if self.kind in (BACKBONE, CLASS_NAMES) else self.name
 
 
 @dataclass(frozen=True)
@@ -114,6 +111,9 @@ class HeadInfo:
     computed_by: str | None = None
 
 
+_Heads = TypedDict("_Heads", {"": HeadInfo})
+
+
 class LossScale(TypedDict):
     """State of `plsc.models.precision.LossScaler`."""
 
@@ -145,8 +145,7 @@ class Manifest:
     """Everything in a checkpoint but tensor data.
 
     Attributes:
-        heads: by name; the name of a single head is empty. Only checkpoints of the former option
-            `data.datasets` have several.
+        heads: the head, whose name is empty.
         options: the options of the run, as nested dictionaries.
         scalars: JSON state of the optimizer, the schedule and others.
         tensors, files: filled in by `save_checkpoint`.
@@ -162,7 +161,7 @@ class Manifest:
     step_in_epoch: int
     world_size: int
     emb_size: int
-    heads: dict[str, HeadInfo]
+    heads: _Heads
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     scalars: Annotated[dict[str, Any], Scalars] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
@@ -172,17 +171,12 @@ class Manifest:
 
     @property
     def class_num(self) -> int:
-        """Number of classes; of several heads together."""
-        return sum(head.class_num for head in self.heads.values())
+        """Number of classes."""
+        return self.head.class_num
 
     @property
     def head(self) -> HeadInfo:
-        """The head. Raises CheckpointError unless there is a single one, without a name."""
-        if "" not in self.heads:
-            raise CheckpointError(
-                f"the checkpoint has the heads {str(list(self.heads))[:200]} of the former option "
-                "data.datasets; only its network can be used"
-            )
+        """The head."""
         return self.heads[""]
 
     @property

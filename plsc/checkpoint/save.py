@@ -109,9 +109,9 @@ def class_name_tensors(names: ClassNames) -> dict[Role, Tensor]:
     return {text: torch.from_numpy(names.text), ends: torch.from_numpy(names.ends)}
 
 
-def name_roles(head: str = "") -> tuple[Role, Role]:
-    """Return the roles of the tensors of class names; head: the name of a former head."""
-    return Role(CLASS_NAMES, "bytes", head), Role(CLASS_NAMES, "ends", head)
+def name_roles() -> tuple[Role, Role]:
+    """Return the roles of the tensors of class names."""
+    return Role(CLASS_NAMES, "bytes"), Role(CLASS_NAMES, "ends")
 
 
 def save_checkpoint(

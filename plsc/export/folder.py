@@ -245,12 +245,11 @@ def write_card(folder: Path, about: dict[str, Any], manifest: Manifest, measured
 
 
 def _training_data(manifest: Manifest) -> list[str]:
-    """Return a table of the datasets that the checkpoint names."""
+    """Return a table of the dataset that the checkpoint names."""
+    head = manifest.head
     place = str((manifest.options.get("data") or {}).get("dataset_dir") or "not recorded")
     rows = ["| dataset | images | classes |", "|---|---:|---:|"]
-    for name, head in manifest.heads.items():
-        images = "not recorded" if head.num_samples is None else f"{head.num_samples:,}"
-        cells = name or base_name(shown(place)), images, f"{head.class_num:,}"
-        line = " | ".join(_MARKS.sub(r"\\\g<0>", printable(cell)) for cell in cells)
-        rows.append(f"| {line} |")
-    return rows
+    images = "not recorded" if head.num_samples is None else f"{head.num_samples:,}"
+    cells = base_name(shown(place)), images, f"{head.class_num:,}"
+    line = " | ".join(_MARKS.sub(r"\\\g<0>", printable(cell)) for cell in cells)
+    return [*rows, f"| {line} |"]

@@ -323,7 +323,7 @@ def load_head(path: Path, manifest: Manifest, world: World) -> Head:
     """Return the head of a checkpoint for `Head.topk`, sharded over any number of ranks; a collective.
 
     It has the class weights, loss type, margin and scale of the checkpoint, but no optimizer. Raises
-    CheckpointError if it is damaged, or if there are no class weights or several heads.
+    CheckpointError if it is damaged, or if there are no class weights.
     """
     weight = manifest.tensors.get(Role(CLASS_WEIGHTS, "weight").key)
     if weight is None:

@@ -390,16 +390,15 @@ def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpo
     trained_place = manifest.options.get("data", {}).get("dataset_dir")
     if names is None and isinstance(trained_place, str) and place == shown(trained_place):
         raise DataError(f"the classes of {place} were trained; choose images of other classes")
-    for head in manifest.heads:
-        trained = read_class_names(path, manifest, head)
-        if trained is None or names is None:
-            continue
-        both = np.flatnonzero((trained.numbers_of(names) >= 0) & (names.lengths() > 0))
-        if len(both):
-            raise DataError(
-                f"{len(both):,} of the {len(names):,} classes of {place} were trained, such as "
-                f"'{names[int(both[0])]}'; choose images of other classes"
-            )
+    trained = read_class_names(path, manifest)
+    if trained is None or names is None:
+        return
+    both = np.flatnonzero((trained.numbers_of(names) >= 0) & (names.lengths() > 0))
+    if len(both):
+        raise DataError(
+            f"{len(both):,} of the {len(names):,} classes of {place} were trained, such as "
+            f"'{names[int(both[0])]}'; choose images of other classes"
+        )
 
 
 def is_generator_reader(reader: Any, name: str) -> bool:
