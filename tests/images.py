@@ -10,6 +10,8 @@ from pathlib import Path
 
 import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 NAMES = (
@@ -67,11 +69,19 @@ def write_tar(location: str, samples: Iterable[tuple[bytes, int]]) -> int:
     return count
 
 
+def write_parquet(location: str, samples: Iterable[tuple[bytes, int]]) -> int:
+    """Write a Parquet file of images and labels; return the number of samples."""
+    images, labels = zip(*samples, strict=True)
+    pq.write_table(pa.table({"image": images, "label": labels}), location, row_group_size=100)
+    return len(labels)
+
+
 def write_samples(location: str, samples: Iterable[tuple[bytes, int]]) -> int:
     """Write samples in the format of the suffix; return their number."""
     from plsc.data.writers import writer_of
 
-    write = write_tar if location.endswith(".tar") else writer_of(location)
+    own = {".tar": write_tar, ".parquet": write_parquet}
+    write = own.get(Path(location).suffix) or writer_of(location)
     return write(location, samples)
 
 

@@ -6,18 +6,14 @@ folder appears under its name only when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pybase64
 
 from plsc.data.decode import decode_whole
 from plsc.data.sources import Source, open_source
-from plsc.data.sources.columns import check_class_name
-from plsc.data.sources.parquet import class_label_metadata
 from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, naming
 from plsc.machine import Counter
@@ -25,14 +21,10 @@ from plsc.storage.publish import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
 
 Samples = Iterable[tuple[bytes, int]]
-Write = Callable[..., int]
+Write = Callable[[str, Samples], int]
 
 _MOST_TOLD = 20
 _PART = "part-00000"
-_SCHEMA = pa.schema([pa.field("image", pa.binary(), nullable=False), pa.field("label", pa.int64())])
-# A reader decodes a whole row group per image, so small groups make random access cheap.
-_GROUP_ROWS = 1000
-_GROUP_BYTES = 32 * 2**20
 
 
 def write_recordio(location: str, samples: Samples) -> int:
@@ -51,42 +43,6 @@ def write_recordio(location: str, samples: Samples) -> int:
             offset += len(record)
             count += 1
     return count
-
-
-def write_parquet(location: str, samples: Samples, names: Mapping[int, str] | None = None) -> int:
-    """Write samples to a Parquet file, local or remote; return their number.
-
-    A row group has at most 1000 rows or 32 MiB. Images are not compressed again. Pages have checksums. names:
-    class names by label, written as a ``ClassLabel`` feature of Hugging Face datasets. Raises DataError if
-    the file exists or cannot be written.
-    """
-    # A ClassLabel has a name for each number; two of its classes must not have the same one.
-    every = [names.get(label, f"(class {label})") for label in range(max(names) + 1)] if names else []
-    schema = _SCHEMA.with_metadata(class_label_metadata(every) if every else None)
-    count = group_bytes = 0
-    images: list[bytes] = []
-    labels: list[int] = []
-    with (
-        publishing(location) as file,
-        pq.ParquetWriter(
-            file, schema, compression="none", use_dictionary=["label"], write_page_checksum=True
-        ) as writer,
-    ):
-        for image, label in samples:
-            images.append(image)
-            labels.append(label)
-            group_bytes += len(image)
-            count += 1
-            if len(images) == _GROUP_ROWS or group_bytes >= _GROUP_BYTES:
-                writer.write_table(_table(images, labels))
-                images, labels, group_bytes = [], [], 0
-        if images:
-            writer.write_table(_table(images, labels))
-    return count
-
-
-def _table(images: list[bytes], labels: list[int]) -> pa.Table:
-    return pa.table([pa.array(images, pa.binary()), pa.array(labels, pa.int64())], schema=_SCHEMA)
 
 
 def write_base64(location: str, samples: Samples) -> int:
@@ -118,7 +74,6 @@ def _write_lines(file: BinaryIO, samples: Samples) -> int:
 
 WRITERS: dict[str, Write] = {
     ".rec": write_recordio,
-    ".parquet": write_parquet,
     "": write_base64,
 }
 """Writers by suffix; a name without suffix is a folder of base64 lines."""
@@ -149,9 +104,8 @@ def convert(
 ) -> Conversion:
     """Convert the dataset at `location` to `destination`, in the format given by its suffix (`WRITERS`).
 
-    Class names are kept in .parquet; other formats have no room for them. Both locations may be fsspec URLs.
-    Encoded images are copied unchanged. The destination appears when it is complete; existing files are never
-    overwritten.
+    The formats have no room for class names. Both locations may be fsspec URLs. Encoded images are copied
+    unchanged. The destination appears when it is complete; existing files are never overwritten.
 
     Args:
         reading: options of `open_source`.
@@ -164,14 +118,8 @@ def convert(
     write = writer_of(destination)
     refuse_existing(destination.rstrip("/"))
     source = open_source(location, **reading)
-    done = Conversion()
-    names = getattr(source, "class_names", None) or {}
-    has_room = write is write_parquet
-    done.lost_names = 0 if has_room else len(names)
-    samples = _samples(source, broken, done)
-    for name in names.values():
-        check_class_name(name)
-    done.written = write(destination.rstrip("/"), samples, **({"names": names} if has_room else {}))
+    done = Conversion(lost_names=len(getattr(source, "class_names", None) or ()))
+    done.written = write(destination.rstrip("/"), _samples(source, broken, done))
     return done
 
 
@@ -186,7 +134,7 @@ def describe(done: Conversion, destination: str) -> str:
     if done.lost_names:
         lines.append(
             f"note: the format has no room for the names of the {done.lost_names} classes; its labels are "
-            "numbers: write .parquet, or choose the numbers with label_map"
+            "numbers, which label_map can choose"
         )
     return "\n".join(lines)
 

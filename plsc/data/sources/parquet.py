@@ -6,7 +6,7 @@ import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +45,7 @@ class ParquetSource(ColumnSource):
     Hugging Face, in the metadata of the schema, are the names of the integers.
 
     A row group is decoded as a whole, and up to 256 MiB of decoded groups are cached. For fast reads use
-    block order, or small groups as `plsc data convert` writes.
+    block order, or small groups.
 
     Raises:
         OptionError: a column is missing or of an unsupported type.
@@ -116,18 +116,6 @@ class ParquetSource(ColumnSource):
             values = ("" if label is None else mapped.get(label, label) for label in chunk.to_pylist())
             labels.extend(values, place)
             start += len(chunk)
-
-
-def class_label_metadata(names: Sequence[str]) -> dict[str, str]:
-    """Return the metadata of a schema with which Hugging Face datasets name the integers in ``label``.
-
-    Raises DataError for more than `RowGroups` reads.
-    """
-    features = {"label": {"names": names, "_type": "ClassLabel"}}
-    text = json.dumps({"info": {"features": features}})
-    if len(text) * 3 // 2 > _MOST_METADATA:  # pyarrow writes it a second time in base64
-        raise DataError(f"the names of {len(names):,} classes are too long for a Parquet file; write a .rec")
-    return {"huggingface": text}
 
 
 def _class_label_names(schema: pa.Schema, column: str) -> list[str]:

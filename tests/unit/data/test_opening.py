@@ -14,10 +14,10 @@ from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import CsvSource
 from plsc.data.sources.tar import TarSource
-from plsc.data.writers import write_parquet, write_recordio
+from plsc.data.writers import write_recordio
 from plsc.errors import DataError, OptionError, add_note
 from tests.distributed.launch import run_code
-from tests.images import write_samples, write_tar
+from tests.images import write_parquet, write_samples, write_tar
 
 SAMPLES = [(b"first", 1), (b"second", 0)]
 

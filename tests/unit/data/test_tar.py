@@ -9,8 +9,8 @@ import pytest
 from plsc.data.sources import open_source
 from plsc.data.sources.base import class_names_of
 from plsc.data.sources.tar import TarSource
-from plsc.data.writers import write_tar
 from plsc.errors import DataError
+from tests.images import write_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
