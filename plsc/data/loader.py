@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -31,8 +31,6 @@ Request = tuple[int, np.ndarray]
 """The epoch, and the sample indices of one batch."""
 Sample = tuple[Image, int]
 """An image and its label."""
-
-_ENTRY_BYTES = 150  # largest overhead of a dict entry and a bytes object
 
 
 @dataclass(frozen=True)
@@ -259,41 +257,19 @@ class BatchReader:
 # The cache.
 
 
-class MemoryCache:
-    """Cache bytes by sample index in this process; `limit` includes the overhead of Python objects.
+class SampleCache:
+    """Cache bytes by sample index in an unnamed file, which disappears when the process ends for any reason.
 
-    This class and `DiskCache` are thread-safe.
+    It is in `folder`, or with None in memory. It takes at most `limit` bytes, and 16 bytes of memory per
+    sample. When the disk is full, no more samples are added. Thread-safe.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._entries: dict[int, bytes] = {}
-        self._lock = threading.Lock()
-
-    def get(self, index: int) -> bytes | None:
-        """Return the bytes, or None if they are not cached."""
-        return self._entries.get(index)
-
-    def put(self, index: int, data: bytes) -> None:
-        """Cache the bytes if the limit allows it."""
-        needed = len(data) + _ENTRY_BYTES
-        with self._lock:
-            if index not in self._entries and self.used + needed <= self.limit:
-                self._entries[index] = data
-                self.used += needed
-
-
-class DiskCache:
-    """Cache samples in an unnamed file in `folder`, which disappears when the process ends for any reason.
-
-    It takes at most `limit` bytes of disk, and 16 bytes of memory per sample. When the disk is full, no more
-    samples are added.
-    """
-
-    def __init__(self, folder: Path, limit: int, num_samples: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
+    def __init__(self, folder: Path | None, limit: int, num_samples: int) -> None:
+        if folder is None:
+            self._file: IO[bytes] = os.fdopen(os.memfd_create("plsc-cache"), "w+b")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
         self.limit = limit
         self.used = 0
         # Zero pages take no memory until they are written to.
@@ -338,9 +314,7 @@ class CachedSource:
     neither encoded nor uint8 after decoding are not cached.
     """
 
-    def __init__(
-        self, source: Source, cache: MemoryCache | DiskCache, image_shape: ImageShape, decoded: bool
-    ) -> None:
+    def __init__(self, source: Source, cache: SampleCache, image_shape: ImageShape, decoded: bool) -> None:
         self.source = source
         self.cache = cache
         self._labels = source.labels()

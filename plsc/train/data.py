@@ -22,7 +22,7 @@ from plsc.config.data import cache_place
 from plsc.config.option import name_and_arguments, shown_value
 from plsc.data.augment import Transform
 from plsc.data.class_names import ClassNames
-from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader, choose_kind
+from plsc.data.loader import CachedSource, Recipe, SampleCache, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan
 from plsc.data.reader import ReaderLoader
 from plsc.data.sources import ImageFolderSource, check_labels, open_source
@@ -257,7 +257,8 @@ def cached(source: Source, cache: str, recipe: Recipe, num_workers: int, keeps_d
             "set data.num_workers to 0, or remove the cache"
         )
     place, limit = wanted
-    stored = MemoryCache(limit) if place == "memory" else DiskCache(Path(place), limit, len(source))
+    folder = None if place == "memory" else Path(place)
+    stored = SampleCache(folder, limit, len(source))
     return CachedSource(source, stored, recipe.image_shape, keeps_decoded)
 
 

@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 from plsc.data.augment import are_mirrored
 from plsc.data.batch import Batch
 from plsc.data.decode import decode_image
-from plsc.data.loader import CachedSource, DiskCache, MemoryCache, Recipe, SourceLoader
+from plsc.data.loader import CachedSource, Recipe, SampleCache, SourceLoader
 from plsc.data.order import BatchPlan
 from plsc.data.sources import TorchDatasetSource, open_source
 from plsc.errors import DataError
@@ -261,7 +261,7 @@ def test_random_numbers_of_a_dataset_depend_only_on_sample_and_epoch():
 
     first, again, later = by_label(alone, 0), by_label(helped, 0), by_label(alone, 1)
     assert all(torch.equal(first[label], again[label]) for label in range(9))
-    through_cache = by_label(loader(CachedSource(source, MemoryCache(10**6), SHAPE, False)), 0)
+    through_cache = by_label(loader(CachedSource(source, SampleCache(None, 10**6, 9), SHAPE, False)), 0)
     assert all(torch.equal(first[label], through_cache[label]) for label in range(9))
     assert not any(torch.equal(first[label], later[label]) for label in range(9))
     assert torch.equal(torch.get_rng_state(), before)
@@ -299,7 +299,7 @@ class Counting:
 
 
 def caches(folder: Path, limit: int, count: int):
-    return {"memory": MemoryCache(limit), "disk": DiskCache(folder, limit, count)}
+    return {"memory": SampleCache(None, limit, count), "disk": SampleCache(folder, limit, count)}
 
 
 def batches_of(source, epoch=0, threads=2):
@@ -335,7 +335,7 @@ def test_the_cache_limit_holds_and_cached_content_is_correct(tmp_path_factory, e
 
 
 def test_a_full_disk_only_stops_caching(tmp_path):
-    cache = DiskCache(tmp_path, BIG, 9)
+    cache = SampleCache(tmp_path, BIG, 9)
     cache.put(0, b"a" * 100)
     assert not list(tmp_path.iterdir())  # it has no name
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -371,7 +371,7 @@ def test_concurrent_threads_keep_the_cache_limit(tmp_path):
 def test_a_bad_image_is_reported_by_name_and_not_cached(label_folder, tmp_path):
     folder = label_folder(3)
     (folder / "images/1.jpg").write_bytes(b"\xff\xd8 no jpeg")
-    cache = MemoryCache(BIG)
+    cache = SampleCache(None, BIG, 3)
     cached = CachedSource(open_source(folder), cache, SHAPE, decoded=True)
     for _ in range(2):
         with pytest.raises(DataError, match=r"^images/1\.jpg \(label\.txt:2\): ") as caught:
@@ -382,7 +382,7 @@ def test_a_bad_image_is_reported_by_name_and_not_cached(label_folder, tmp_path):
 
 def test_float_images_are_not_cached(tmp_path):
     items = [(torch.full(SHAPE, 0.5), 3)]
-    cached = CachedSource(TorchDatasetSource(items), MemoryCache(BIG), SHAPE, decoded=True)
+    cached = CachedSource(TorchDatasetSource(items), SampleCache(None, BIG, 1), SHAPE, decoded=True)
     assert torch.equal(cached[0][0], items[0][0])
     assert cached[0][1] == 3
     with pytest.raises(IndexError):
