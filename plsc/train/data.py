@@ -341,15 +341,10 @@ def number_classes(
         note = f"the classes of the checkpoint were renumbered: labels must match {path / MAP_NAME}"
         return saved if own is None else own, [note] if (path / MAP_NAME).is_file() else []
     assert isinstance(source, IndexedSource)
-    numbers, named = saved.numbered(own), own.lengths() > 0
-    # Some formats have no name of a class without images: it may be any that the dataset lacks.
-    empty = np.setdiff1d(np.flatnonzero(~named), source.labels())
-    free = np.setdiff1d(np.arange(len(saved)), numbers[named])[: len(empty)]
-    numbers[empty[: len(free)]] = free
+    numbers = saved.numbered(own)
     _check_equal(path, own, saved, numbers)
     source.renumber(numbers)
-    own, known = own.take(np.flatnonzero(named)), numbers[named]
-    return saved.with_names(own, known), _describe(path, own, saved, known)
+    return saved.with_names(own, numbers), _describe(path, own, saved, numbers)
 
 
 def _check_equal(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:

@@ -58,8 +58,7 @@ class IndexedSource:
     implements `_file_numbers` if there are several files); or it implements `_stored_at`. `_image_in`
     extracts the image from the stored bytes.
 
-    class_names: the name of each label, at least of those that occur; None if labels are only numbers, or
-    come from a label map.
+    class_names: the name of each label from 0; None if labels are only numbers, or come from a label map.
     """
 
     _labels: np.ndarray  # int64 [N]
@@ -260,11 +259,7 @@ def check_labels(source: Source, class_num: int) -> None:
 def class_names_of(source: Source) -> ClassNames | None:
     """Return the class names of a source whose labels have names; None if labels are only numbers."""
     names = getattr(source, "class_names", None)
-    if names is None:
-        return None
-    rows = np.full(max(names) + 1, -1)  # one shard may have only class 16 million
-    rows[[*names]] = np.arange(len(names))
-    return ClassNames.of([*names.values()]).take(rows)
+    return None if names is None else ClassNames.of([*names.values()])
 
 
 class Ignored:

@@ -188,10 +188,7 @@ def packed_names(names: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 class ColumnSource(IndexedSource):
-    """A source with an image column and a label column; ``label_map`` maps class names to ids.
-
-    Its labels may have names: of ``numbers`` in its index, or of the labels from 0.
-    """
+    """A source with an image column and a label column; ``label_map`` maps class names to ids."""
 
     def __init__(
         self,
@@ -205,8 +202,7 @@ class ColumnSource(IndexedSource):
         found = self._open(str(location), image_column, label_column, labels)
         names: list[str] | None = json.loads(found["names"].tobytes()) if "names" in found else None
         if names is not None and label_map is None:
-            numbers = found["numbers"].tolist() if "numbers" in found else range(len(names))
-            self.class_names = dict(zip(numbers, names, strict=True))
+            self.class_names = dict(enumerate(names))
         self._labels = with_label_map(found["labels"], names, label_map)
 
     @abstractmethod

@@ -13,18 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plsc.data.class_names import ClassNames
-from plsc.data.files import Shards, hidden_part, load_or_build, ranked, shard_files
+from plsc.data.files import Shards, hidden_part, load_or_build, shard_files
 from plsc.data.sources.base import Ignored, is_image, printable
 from plsc.data.sources.columns import (
-    NAMES_COLUMN,
     ColumnSource,
     Label,
     LabelReader,
-    check_class_name,
-    is_class_id,
-    packed_names,
 )
-from plsc.errors import DataError, naming
+from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered
 from plsc.storage.regular import parse_json, without_mark
 from plsc.storage.urls import base_name, shown
@@ -33,7 +29,6 @@ _DIGITS = re.compile(rb"\d{200}")  # quadratic in tarfile before Python 3.12.6 (
 _LABEL_BYTES = 2**20  # largest size of a .cls or .json
 _MOST_REMARKS = 2**20  # bytes of a long name or of pax headers
 _MOST_LISTED = 5
-_MOST_NAMES = 2**24  # a larger number would make arrays of gigabytes
 DEEPEST = 200  # nested folders; Python allows some hundred recursive calls
 _ADJACENT = "members of a sample must be adjacent: tar --sort=name"
 
@@ -43,8 +38,7 @@ class TarSource(ColumnSource):
 
     ``a/17.jpg`` and ``a/17.cls`` form the sample ``a/17``: the name of a sample ends at the first dot after
     the folder, as for the webdataset package and Hugging Face. Labels are integers, or class names as in
-    `RowSource`. If each ``.json`` has a ``class_name``, it is the name of the integer. The files are read
-    once; the index is stored.
+    `RowSource`. The files are read once; the index is stored.
 
     Args:
         image_column: suffix of the image, such as ``input.png``; default: the only image suffix.
@@ -62,7 +56,7 @@ class TarSource(ColumnSource):
         files = shard_files(location, ".tar")
         self._files = Shards(files)
         self._image, self._label = image, label
-        kind = f"tar-6 {json.dumps([image, label, labels.names_wanted])}"
+        kind = f"tar-7 {json.dumps([image, label, labels.names_wanted])}"
         index = load_or_build(files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys = ClassNames(index["keys"], index["key_ends"])
@@ -78,21 +72,15 @@ class TarSource(ColumnSource):
     def _build(self, labels: LabelReader) -> dict[str, np.ndarray]:
         places = array("q")  # shard, offset and length of each image
         keys: list[str] = []
-        names: dict[int, str] = {}  # by label
-        are_named = True
         ignored = Ignored()
 
         def found(shard: int, title: str) -> Iterator[Label]:
-            nonlocal are_named
             wanted = self._label or "cls", "json"
             for sample in read_samples(self._files[shard], title, wanted, ignored):
                 image = self._image_of(sample)
                 places.extend((shard, image.offset_data, image.size))
                 keys.append(sample.key)
-                label, name = self._label_of(sample)
-                are_named &= bool(name) and is_class_id(label) and not labels.names_wanted
-                are_named = are_named and names.setdefault(int(label), name) == name
-                yield name if name and labels.names_wanted else label
+                yield self._label_of(sample)
 
         def place(_: int) -> str:
             return f"{shown(self._files.locations[places[-3]])}:{printable(keys[-1])}"
@@ -105,8 +93,6 @@ class TarSource(ColumnSource):
         shards, offsets, lengths = np.array(places, np.int64).reshape(-1, 3).T
         packed = ClassNames.of(keys)
         arrays = {"keys": packed.text, "key_ends": packed.ends, **labels.arrays()}
-        if are_named and len(ranked(names.values())[0]) == len(names) and max(names) < _MOST_NAMES:
-            arrays |= packed_names([*names.values()]) | {"numbers": np.array([*names], np.int64)}
         return {"shards": shards, "offsets": offsets, "lengths": lengths, **arrays}
 
     def _image_of(self, sample: Sample) -> TarInfo:
@@ -122,17 +108,15 @@ class TarSource(ColumnSource):
             f"expected one (image_column); {_ADJACENT}"
         )
 
-    def _label_of(self, sample: Sample) -> tuple[Label, str]:
+    def _label_of(self, sample: Sample) -> Label:
         wanted, key = self._label or "cls", self._label or "label"
         try:
-            fields = parse_json(sample.text("json"))
-            label, name = fields.get(key), fields.get(NAMES_COLUMN)
+            label = parse_json(sample.text("json")).get(key)
         except (AttributeError, ValueError, RecursionError):
-            label = name = None
+            label = None
         label = without_mark(sample.text(wanted), f"{sample.place}.{wanted}").strip() or label
         if isinstance(label, str | bytes) or type(label) is int:
-            with naming(getattr, sample, "place"):
-                return label, check_class_name(name) if isinstance(name, str) and self._label is None else ""
+            return label
         raise DataError(
             f"{sample.place} has no label: expected one .{wanted}, or an integer or string {key!r} in a "
             f".json; label_column chooses another; {_ADJACENT}"

@@ -1,5 +1,4 @@
 import io
-import json
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -7,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from plsc.data.sources import open_source
-from plsc.data.sources.base import class_names_of
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError
 from tests.images import write_tar
@@ -133,36 +131,6 @@ def test_members_that_are_apart_or_many_get_a_short_message(tmp_path, suffix):
     with pytest.raises(DataError, match="photo") as caught:
         TarSource(write(tmp_path / "b.tar", *members))
     assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("name", ["\x1b[2J", "a\u202eb"])
-def test_a_name_in_the_json_is_one_that_can_be_shown(tmp_path, name):
-    text = json.dumps({"label": 0, "class_name": name}).encode()
-    path = write(tmp_path / "a.tar", ("0.jpg", b"image"), ("0.json", text))
-    with pytest.raises(DataError, match=r"a\.tar:0: the name"):
-        TarSource(path)
-
-
-def test_names_in_the_json_are_those_of_the_numbers(tmp_path):
-    named = [(0, "bo"), (2, "al"), (0, "bo")]
-    members = []
-    for n, (label, name) in enumerate(named):
-        text = json.dumps({"label": label, "class_name": name}).encode()
-        members += [(f"{n}.jpg", b"image"), (f"{n}.cls", b"%d" % label), (f"{n}.json", text)]
-    for _ in range(2):  # with the stored index, too
-        source = TarSource(write(tmp_path / "a.tar", *members))
-        assert (source.labels().tolist(), source.class_names) == ([0, 2, 0], {0: "bo", 2: "al"})
-    most = b"4000000"  # a list of as many names takes long
-    last = TarSource(
-        write(tmp_path / "last.tar", *((n, text.replace(b"2", most)) for n, text in members[3:6]))
-    )
-    assert last.class_names == {4_000_000: "al"}  # of a shard
-    names = class_names_of(last)
-    assert (len(names), names[0], names[4_000_000]) == (4_000_001, "", "al")
-    (tmp_path / "map.json").write_text('{"al": 7, "bo": 8}')
-    assert TarSource(tmp_path / "a.tar", label_map=tmp_path / "map.json").labels().tolist() == [8, 7, 8]
-    source = TarSource(write(tmp_path / "b.tar", *members[:-1], ("2.json", b'{"class_name": "al"}')))
-    assert (source.labels().tolist(), source.class_names) == ([0, 2, 0], None)  # contradictory
 
 
 def test_shards_are_read_in_their_order(tmp_path):
