@@ -147,7 +147,7 @@ def run_unpack(archive: str, folder: str, max_bytes: int | None) -> None:
     from plsc.data.pack import unpack
 
     done = unpack(archive, folder, max_bytes)
-    print(f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; all checksums match")
+    print(f"unpacked {done.files} files, {done.content_bytes} bytes, into {folder}; the checksum matches")
 
 
 _FOLDER = word("folder", "the local folder")

@@ -1,17 +1,16 @@
-"""Pack a folder into one archive, and unpack it with a checksum per file.
+"""Pack a folder into one archive, and unpack it with a checksum.
 
 The archive is a pax tar in a zstd stream, which `tar --zstd -xf` also reads. Its last member,
-``.plsc-sha256sums``, has a line ``<SHA-256>  <name>`` per file, in order, in the format of `sha256sum -c`.
-Its comment has its own SHA-256: one flipped bit in the stream can change a name there and in its own header.
+``.plsc-sha256``, is the SHA-256, in digits, of the name, size and content of all members before it, in order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import stat
 import tarfile
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from tarfile import TarInfo
@@ -27,10 +26,9 @@ from plsc.storage.publish import publishing, publishing_folder
 from plsc.storage.regular import open_regular
 from plsc.storage.urls import local_folder, shown
 
-SUMS = ".plsc-sha256sums"
+CHECKSUM = ".plsc-sha256"
 _CHUNK = 2**20
 _MOST_RATIO = 100  # bytes of the content per byte of the archive
-_IN_MEMORY = 16 * 2**20  # bytes of checksums; more are kept in a temporary file
 
 
 class Packed(NamedTuple):
@@ -53,38 +51,34 @@ def pack(folder: str | Path, destination: str) -> Packed:
     with (
         publishing(destination) as file,
         pa.CompressedOutputStream(pa.PythonFile(file, mode="w"), "zstd") as stream,
-        tempfile.SpooledTemporaryFile(_IN_MEMORY) as sums,
         tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT, bufsize=_CHUNK) as archive,
     ):
         for path in _files_below(root):
             name = path.relative_to(root).as_posix()
-            if name == SUMS:
-                raise DataError(f"{path}: this name is reserved for the checksums; rename the file")
+            if name == CHECKSUM:
+                raise DataError(f"{path}: this name is reserved for the checksum; rename the file")
             if path.is_dir():
                 archive.addfile(_entry(name, path.stat(), tarfile.DIRTYPE))
-                whole.update(_line_of("folder", name))
+                whole.update(_head(name, "folder"))
                 continue
-            digest, size = _add(archive, name, path)
-            sums.write(line := _line_of(digest, name))
-            whole.update(line)
+            size = _add(archive, name, path, whole)
             done = Packed(done.files + 1, done.content_bytes + size)
-        entry = tarfile.TarInfo(SUMS)
-        entry.size, entry.pax_headers = sums.tell(), {"comment": whole.hexdigest()}
-        sums.seek(0)
-        archive.addfile(entry, sums)
+        digest, entry = whole.hexdigest().encode(), tarfile.TarInfo(CHECKSUM)
+        entry.size = len(digest)
+        archive.addfile(entry, io.BytesIO(digest))
     return done
 
 
 def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> Packed:
     """Extract an archive of `pack`, local or remote, into a new local folder.
 
-    The folder appears after all checksums were compared. Links, devices and names that lead out of the folder
+    The folder appears after the checksum was compared. Links, devices and names that lead out of the folder
     are refused. Raises DataError.
 
     max_bytes: most bytes of all files; by default 100 times those of the archive.
     """
     _check_suffix(location)
-    done, sums, whole = Packed(0, 0), hashlib.sha256(), hashlib.sha256()
+    done, whole = Packed(0, 0), hashlib.sha256()
     size = fingerprint_of(location).size
     with (
         streamed(location) as file,
@@ -99,31 +93,26 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
                 compared = False
                 break
             content = _content(stream, member, title)
-            if member.name == SUMS:
-                listed = hashlib.sha256()
-                for data in content:
-                    listed.update(data)
-                is_whole = member.pax_headers.get("comment", whole.hexdigest()) == whole.hexdigest()
-                if listed.digest() != sums.digest() or not is_whole:
-                    raise DataError(f"{title} is damaged: files do not match checksums; download it again")
+            if member.name == CHECKSUM:
+                if next(content, b"") != whole.hexdigest().encode():
+                    raise DataError(f"{title} is damaged: its checksum is another one; download it again")
                 compared = True
             elif member.isdir():
                 (target / member.name).mkdir(parents=True, exist_ok=True)
-                whole.update(_line_of("folder", member.name))
+                whole.update(_head(member.name, "folder"))
             else:
                 if done.content_bytes + member.size > most:
                     raise DataError(f"{title} has over {most} bytes; if you trust it, pass --max_bytes")
-                path, sha = target / member.name, hashlib.sha256()
+                path = target / member.name
+                whole.update(_head(member.name, member.size))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("xb") as extracted:
                     for data in content:
-                        sha.update(data)
+                        whole.update(data)
                         extracted.write(data)
-                sums.update(line := _line_of(sha.hexdigest(), member.name))
-                whole.update(line)
                 done = Packed(done.files + 1, done.content_bytes + member.size)
         if not compared:
-            raise DataError(f"{title} has no checksums at its end; it is not from plsc data pack")
+            raise DataError(f"{title} has no checksum at its end; it is not from plsc data pack")
     return done
 
 
@@ -157,33 +146,33 @@ def _entry(name: str, status: os.stat_result, kind: bytes = tarfile.REGTYPE) -> 
     return entry
 
 
-def _add(archive: tarfile.TarFile, name: str, path: Path) -> tuple[str, int]:
+def _add(archive: tarfile.TarFile, name: str, path: Path, whole: Any) -> int:
+    """Add a file to the archive and to the hash; return its size."""
     try:
         with open_regular(path, path.parent) as file:  # a link may have replaced it since it was checked
             status = os.fstat(file.fileno())
-            reader: Any = _HashingReader(file)
+            whole.update(_head(name, status.st_size))
+            reader: Any = _HashingReader(file, whole)
             archive.addfile(_entry(name, status), reader)
     except OSError as error:
         reason = error.strerror or "it became shorter"
         raise DataError(f"{printable(str(path))} cannot be packed: {reason}") from error
-    return reader.sha.hexdigest(), status.st_size
+    return status.st_size
 
 
 class _HashingReader:
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-        self.sha = hashlib.sha256()
+    def __init__(self, file: IO[bytes], whole: Any) -> None:
+        self._file, self._whole = file, whole
 
     def read(self, length: int) -> bytes:
         data = self._file.read(length)
-        self.sha.update(data)
+        self._whole.update(data)
         return data
 
 
-def _line_of(digest: str, name: str) -> bytes:
-    text = name.replace("\\", "\\\\").replace("\n", "\\n")
-    mark = "\\" if text != name else ""  # sha256sum marks escaped names like this
-    return f"{mark}{digest}  {text}\n".encode("utf-8", "surrogateescape")
+def _head(name: str, size: int | str) -> bytes:
+    """Return what the checksum has of a member before its content."""
+    return f"{name}\0{size}\0".encode("utf-8", "surrogateescape")
 
 
 class _ForwardReader:

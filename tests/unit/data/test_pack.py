@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from plsc.data.pack import SUMS, pack, unpack
+from plsc.data.pack import CHECKSUM, pack, unpack
 from plsc.errors import DataError
 
 
@@ -63,15 +63,16 @@ def test_an_unpacked_folder_equals_the_packed_one(folder, tmp_path):
         unpack(str(tmp_path / "out.tar.zst"), folder)
 
 
-def test_tar_and_sha256sum_can_read_and_check_an_archive(folder, tmp_path):
-    if not (shutil.which("sha256sum") and shutil.which("tar")):
-        pytest.skip("tar and sha256sum are not installed")
+def test_tar_can_read_an_archive(folder, tmp_path):
+    if not shutil.which("tar"):
+        pytest.skip("tar is not installed")
     pack(folder, str(tmp_path / "out.tar.zst"))
     with pa.CompressedInputStream(str(tmp_path / "out.tar.zst"), "zstd") as stream:
         (tmp_path / "out.tar").write_bytes(stream.read())
     (tmp_path / "back").mkdir()
     subprocess.run(["tar", "-xf", "../out.tar"], cwd=tmp_path / "back", check=True)
-    subprocess.run(["sha256sum", "--quiet", "-c", SUMS], cwd=tmp_path / "back", check=True)
+    (tmp_path / "back" / CHECKSUM).unlink()
+    assert content(tmp_path / "back") == content(folder)
 
 
 def test_archives_are_written_to_and_read_from_remote_stores(folder, tmp_path, s3):
@@ -129,10 +130,10 @@ def test_folders_are_packed_and_unpacked_up_to_a_depth(tmp_path):
         unpack(str(archive), tmp_path / "again", 10**7)
 
 
-@pytest.mark.parametrize("sums", [None, b"", b"0" * 64 + b"  file\n"])
+@pytest.mark.parametrize("sums", [None, b"", b"0" * 64])
 def test_a_wrong_or_missing_checksum_is_detected(tmp_path, sums):
-    members = [(member("file"), b"content"), *([] if sums is None else [(member(SUMS), sums)])]
-    with pytest.raises(DataError, match=r"checksums|damaged"):
+    members = [(member("file"), b"content"), *([] if sums is None else [(member(CHECKSUM), sums)])]
+    with pytest.raises(DataError, match="checksum"):
         unpack(str(write_archive(tmp_path / "a.tar.zst", members)), tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
