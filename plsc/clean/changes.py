@@ -8,7 +8,6 @@ merges, so that an image moved to a class that is merged ends in the merged clas
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.files import name_key
-from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_origin, write_rows
+from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_rows
 from plsc.errors import DataError, check_name, printable
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_regular, without_mark
@@ -68,21 +67,21 @@ def apply_changes(
     """Write the list of a dataset's images after changes to a new folder; the dataset is unchanged.
 
     ``list.tsv``: the images, in their order. ``classes.tsv``: old and new name of each class; no new name if
-    it has no images. ``origin.json``: data, changes and counts.
+    it has no images.
 
     Args:
         changes: file of changes.
         reading: options of `open_source`.
 
     Returns:
-        The content of ``origin.json``, and `folder`, that of the images.
+        `counts`, `new_classes`, and `folder`, that of the images.
 
     Raises:
         DataError: invalid data or changes, no image is left, or the folder exists.
     """
     with publishing_folder(out) as folder:
         _, listing = read_listing(location, **reading)
-        found, final, digest = read_changes(changes, listing)
+        found, final = read_changes(changes, listing)
         moved = {one.image: one.to for one in found if one.image}  # to '' if it is removed
         own = (listing.classes[label] for label in listing.labels.tolist())
         names = [moved.get(path, name) for path, name in zip(listing.paths, own, strict=True)]
@@ -99,21 +98,18 @@ def apply_changes(
         renamed = ((name, final.get(name, name)) for name in listing.classes)
         rows = ((old, new if new in labels else "") for old, new in renamed)
         write_rows(folder / "classes.tsv", (), rows)
-        about: dict[str, Any] = {"command": "plsc data apply", "changes": str(changes), "counts": counts}
-        about["new_classes"] = sorted(set(names) - {*listing.classes, ""})
-        about["changes_sha256"] = digest
-        origin = write_origin(folder, location, listing, reading, about)
-    return {**origin, "folder": listing.folder}
+    new = sorted(set(names) - {*listing.classes, ""})
+    return {"counts": counts, "new_classes": new, "folder": listing.folder}
 
 
-def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict[str, str], str]:
+def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict[str, str]]:
     """Read a file of changes of a dataset.
 
     Columns may be in any order. Empty lines, CRLF and a byte order mark are accepted.
 
     Returns:
-        The changes, without scores and reasons; where the images of each removed or merged class end, a class
-        or '' if they are removed; and the SHA-256 of the file.
+        The changes, without scores and reasons; and where the images of each removed or merged class end, a
+        class or '' if they are removed.
 
     Raises:
         DataError: a change is impossible or contradicts another one; with file and line.
@@ -161,7 +157,7 @@ def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict
     for name in order:  # a class comes after that which it is merged into
         to = ends.get(name, name)
         ends[name] = ends.get(to, to)
-    return changes, ends, hashlib.sha256(content).hexdigest()
+    return changes, ends
 
 
 def _check(change: Change, owners: Mapping[str, str], classes: Container[str]) -> None:

@@ -121,16 +121,16 @@ def run_apply(location: str, changes: str, out: str, **reading: Any) -> None:
     from plsc.clean.changes import apply_changes
     from plsc.data.lists import train_command
 
-    origin = apply_changes(location, changes, out, **reading)
-    before, after, done = (origin["counts"][when] for when in ("before", "after", "changes"))
+    applied = apply_changes(location, changes, out, **reading)
+    before, after, done = (applied["counts"][when] for when in ("before", "after", "changes"))
     print(
         f"wrote {Path(out, 'list.tsv')}: {after['images']:,} of {before['images']:,} images, "
         f"{after['classes']:,} classes ({before['classes']:,} before), by {done['move']:,} moves, "
         f"{done['remove']:,} removals and {done['merge']:,} merges"
     )
-    if new := origin["new_classes"]:
+    if new := applied["new_classes"]:
         print(f"{len(new):,} new classes: {', '.join(new[:10])}{', ...' if len(new) > 10 else ''}")
-    print("Next:", train_command(out, "list.tsv", origin["folder"]), sep="\n")
+    print("Next:", train_command(out, "list.tsv", applied["folder"]), sep="\n")
 
 
 def run_pack(folder: str, archive: str) -> None:

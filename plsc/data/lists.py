@@ -27,8 +27,7 @@ from plsc.data.sources.base import FileSource, printable
 from plsc.errors import DataError, check_name
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
-from plsc.storage.urls import is_url, shown, without_secrets
-from plsc.version import __version__
+from plsc.storage.urls import is_url, shown
 
 _UNLISTABLE = re.compile(r"[\t\r\n\ud800-\udfff]|\A\s|\s\Z")  # a file name that is not UTF-8 has surrogates
 _MOST_PAIRS = 30_000  # same pairs, and as many different ones
@@ -103,18 +102,6 @@ def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]])
         writer.writerows(rows)
 
 
-def write_origin(
-    folder: Path, location: str | Path, listing: Listing, reading: dict[str, Any], about: dict[str, Any]
-) -> dict[str, Any]:
-    """Write ``origin.json`` in the folder of a command: where its lists come from; return the content."""
-    data, images = absolute(str(location)), absolute(listing.folder)
-    how = {name: value for name, value in reading.items() if value not in (None, ())}
-    origin = {"plsc": __version__, "data": data, "images": images, "reading": without_secrets(how), **about}
-    text = json.dumps(origin, indent=1, ensure_ascii=False, default=str)
-    (folder / "origin.json").write_text(f"{text}\n", encoding="utf-8")
-    return origin
-
-
 def absolute(place: str) -> str:
     """Return a path or URL for people who are elsewhere, without secrets."""
     return shown(place if is_url(place) else os.path.abspath(place))  # noqa: PTH100 - of a string
@@ -155,7 +142,7 @@ def split(
         reading: options of `open_source`.
 
     Returns:
-        The content of ``origin.json``, with the counts, and `folder`, that of the images.
+        `counts` of images and classes by file, `folder`, that of the images, and `by`; None for halves.
 
     Raises:
         DataError: invalid data, nothing can be held out, or the folder exists.
@@ -169,15 +156,12 @@ def split(
             counts[name] = write_list(folder / name, listing, np.flatnonzero(is_in))
         if not halves:
             counts |= _write_tests(folder, listing, np.flatnonzero(is_second), seed)
-        how = {"halves": True} if halves else {"held_out": held_out, "by": by, "seed": seed}
-        about = {"command": "plsc data split", **how, "counts": counts}
-        origin = write_origin(folder, location, listing, reading, about)
-    return {**origin, "folder": listing.folder}
+    return {"counts": counts, "folder": listing.folder, "by": None if halves else by}
 
 
-def describe(origin: dict[str, Any], out: str) -> str:
+def describe(done: dict[str, Any], out: str) -> str:
     """Return what `split` has written, and the commands that use it."""
-    counts, folder = origin["counts"], origin["folder"]
+    counts, folder = done["counts"], done["folder"]
     places = {name: shlex.quote(str(Path(out, name))) for name in counts}
     lines = [
         f"wrote {places[name]}: {', '.join(f'{count:,} {kind}' for kind, count in found.items())}"
@@ -185,17 +169,17 @@ def describe(origin: dict[str, Any], out: str) -> str:
     ]
     commands = [train_command(out, name, folder) for name in counts if name.startswith(("train", "half"))]
     test = "plsc test last --protocol"
-    if origin.get("by") == "image":
+    if done["by"] == "image":
         commands[0] += f" --data.val_dir {places['held_out.tsv']}"
     if "pairs.txt" in counts:
         commands[0] += " --data.val_targets pairs.txt"
         commands.append(f"{test} pairs --pairs {places['pairs.txt']} --output report-pairs")
-    elif "by" in origin:
+    elif done["by"]:
         lines.append("no pairs.txt: the held-out images have too few pairs of one class, or of two classes")
     if "gallery.tsv" in counts:
         chosen = f"--gallery {places['gallery.tsv']} --images {places['probes.tsv']}"
         commands.append(f"{test} identify {chosen} {reading_flag(folder)} --output report-identify")
-    elif "by" in origin:
+    elif done["by"]:
         lines.append("no gallery.tsv and probes.tsv: no enrolled class has a second held-out image")
     return "\n".join([*lines, "Next:", *commands])
 

@@ -1,7 +1,5 @@
 import csv
-import hashlib
 import io
-import json
 from dataclasses import replace
 
 import pytest
@@ -171,8 +169,5 @@ def test_the_command_writes_a_new_folder_and_changes_nothing_else(data, tmp_path
     assert "17 of 18 images, 6 classes (6 before), by 1 moves, 1 removals and 1 merges\n" in printed
     assert "1 new classes: bb\n" in printed
     assert f"plsc train --data.dataset_dir {tmp_path}/out/list.tsv --data.format_arguments " in printed
-    origin = json.loads((tmp_path / "out/origin.json").read_text())
-    assert origin["changes_sha256"] == hashlib.sha256(changes.read_bytes()).hexdigest()
-    assert (origin["data"], origin["counts"]["after"]) == (str(data), {"images": 17, "classes": 6})
     assert cli.main(words) == 1
     assert "already exists" in capsys.readouterr().err
