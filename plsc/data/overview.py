@@ -1,9 +1,8 @@
-"""Describe a dataset: samples, classes, sizes and broken samples; small pictures of samples."""
+"""Describe a dataset: samples, classes and broken samples; small pictures of samples."""
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -23,11 +22,12 @@ _MOST_TOLD = 20
 
 @dataclass
 class Overview:
-    """A summary of a dataset. Bytes and pixels are those of the samples that were decoded.
+    """A summary of a dataset.
 
     Attributes:
-        images_per_class: (lowest number, highest, number of classes in this range), by powers of 2.
         unused: number of class ids below the largest label without a sample.
+        fewest, median, most: images per class.
+        checked: number of samples that were decoded.
         faults: names and faults of the first 20 broken samples.
     """
 
@@ -38,11 +38,7 @@ class Overview:
     fewest: int
     median: float
     most: int
-    images_per_class: list[tuple[int, int, int]]
-    checked: int = 0
-    bytes_median: float = 0
-    bytes_most: int = 0
-    pixels: list[tuple[str, int]] = field(default_factory=list)
+    checked: int
     broken: int = 0
     faults: list[str] = field(default_factory=list)
 
@@ -53,20 +49,9 @@ class Overview:
             f"classes          {self.classes} (largest label {self.largest_label}, "
             f"{self.unused} labels without samples)",
             f"images per class {self.fewest} to {self.most}, median {self.median:g}",
-            "  images per class    classes",
+            f"broken           {self.broken} of {self.checked} checked",
+            *(f"  {fault}" for fault in self.faults),
         ]
-        widest = max((count for _, _, count in self.images_per_class), default=1)
-        for low, high, count in self.images_per_class:
-            span = f"{low}" if low == high else f"{low}-{high}"
-            lines.append(f"  {span:>16} {count:>10} {'#' * max(1, round(40 * count / widest))}")
-        lines.append(
-            f"encoded bytes    median {self.bytes_median:g}, largest {self.bytes_most} "
-            f"(of {self.checked} samples checked)"
-        )
-        sizes = ", ".join(f"{size}: {count}" for size, count in self.pixels)
-        lines.append(f"pixels           {sizes or 'none'}")
-        lines.append(f"broken           {self.broken} of {self.checked} checked")
-        lines += [f"  {fault}" for fault in self.faults]
         return in_terminal("\n".join(lines))  # names of files may have control characters
 
 
@@ -77,7 +62,7 @@ def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> 
     """
     labels = source.labels()
     ids, counts = np.unique(labels, return_counts=True)
-    powers = np.floor(np.log2(counts)).astype(int)
+    indices = draw_indices(len(labels), checked, seed)
     found = Overview(
         samples=len(labels),
         classes=len(ids),
@@ -86,12 +71,22 @@ def inspect_dataset(source: Source, *, checked: int = 10_000, seed: int = 0) -> 
         fewest=int(counts.min()),
         median=float(np.median(counts)),
         most=int(counts.max()),
-        images_per_class=[
-            (2**power, 2 ** (power + 1) - 1, int((powers == power).sum()))
-            for power in np.unique(powers).tolist()
-        ],
+        checked=len(indices),
     )
-    _decode_some(source, draw_indices(len(labels), checked, seed), found)
+
+    def fault_of(index: int) -> str:
+        try:
+            data, _ = source[index]  # an error names the sample
+            with naming(source.name, index):
+                decode_whole(data)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    for fault in filter(None, in_threads(fault_of, indices.tolist())):
+        found.broken += 1
+        if len(found.faults) < _MOST_TOLD:
+            found.faults.append(fault)
     return found
 
 
@@ -101,33 +96,6 @@ def draw_indices(total: int, wanted: int, seed: int) -> np.ndarray:
         return np.arange(total)
     numbers = np.random.default_rng(hash_key(seed, total))
     return np.sort(numbers.choice(total, wanted, replace=False))
-
-
-def _decode_some(source: Source, indices: np.ndarray, found: Overview) -> None:
-    sizes: list[int] = []
-    pixels: Counter[str] = Counter()
-
-    def check(index: int) -> tuple[int, str] | DataError:
-        try:
-            data, _ = source[index]  # an error names the sample
-            with naming(source.name, index):
-                height, width = decode_whole(data).shape[1:]
-        except DataError as error:
-            return error
-        return len(data) if isinstance(data, bytes) else 0, f"{width}x{height}"
-
-    for result in in_threads(check, indices.tolist()):
-        if isinstance(result, DataError):
-            found.broken += 1
-            if len(found.faults) < _MOST_TOLD:
-                found.faults.append(str(result))
-        else:
-            sizes.append(result[0])
-            pixels[result[1]] += 1
-    found.checked = len(indices)
-    found.bytes_median = float(np.median(sizes)) if sizes else 0
-    found.bytes_most = max(sizes, default=0)
-    found.pixels = pixels.most_common(5)
 
 
 def in_threads(function: Callable[[int], _T], numbers: Sequence[int]) -> Iterator[_T]:
