@@ -157,9 +157,7 @@ _OUT = word("out", "the new local folder")
 _MODEL = word("model", "a checkpoint (folder or fsspec URL), or a folder of plsc predict with this dataset")
 _NETWORK = Argument("model.name", str, None, "custom network of a checkpoint, as module:Class")
 _REVIEW = word("out", "the local folder for the result; an interrupted command continues in it")
-_DESTINATION = word(
-    "destination", "file to write, ending in .rec, or a folder (no suffix) for base64 lines"
-)
+_DESTINATION = word("destination", "file to write, ending in .rec, or a folder (no suffix) for base64 lines")
 GROUP = Group(
     "prepare, convert and inspect datasets",
     {

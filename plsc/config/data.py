@@ -61,7 +61,6 @@ class FormatArguments:
         "file of class names and ids: .json, or lines of name, tab, id; None: sorted names",
         check=not_empty,
     )
-    class_depth: int | None = declare(None, "depth of the class folders; None: 1", check=at_least(1))
     image_folder: str | None = declare(
         None,
         "folder or URL of the paths in a list; None: that of the file",

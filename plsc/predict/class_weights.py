@@ -39,20 +39,14 @@ def grow_from_images(
         destination: the checkpoint to write.
         count: number of new classes.
         images: a dataset in any format (docs/data.md) with at least one image per new class. Its labels
-            are the new class numbers, or count the new classes from 0. Class folders are as deep as before.
+            are the new class numbers, or count the new classes from 0.
         model: the network or the name of its class, if it is a custom one.
 
     Raises OptionError, DataError or CheckpointError, and writes nothing then. See
     `plsc.checkpoint.classes.change_classes`.
     """
     manifest = read_manifest(source)
-    data = manifest.options.get("data", {})
-    saved = find_option("data.format_arguments").saved(data.get("format_arguments")) or {}
-    depth = saved.get("class_depth")
-    try:
-        opened = open_source(os.fspath(images), class_depth=depth or 1)
-    except OptionError:  # a format without class folders
-        opened = open_source(os.fspath(images))
+    opened = open_source(os.fspath(images))
     first = manifest.head.class_num
     labels, base = _new_labels(opened, first, count, os.fspath(images))
     world = World.single("cuda" if torch.cuda.is_available() else "cpu")

@@ -103,8 +103,8 @@ def from_csv_of_paths(folder: Path) -> Source:
 
 
 def from_remote_tsv_of_names(folder: Path) -> Source:
-    names = write_images(folder)
-    rows = [f'"person {n}"\t{name}\n' for name, n in zip(names, LABELS, strict=True)]
+    names = write_images(folder / "images")
+    rows = [f'"person {n}"\timages/{name}\n' for name, n in zip(names, LABELS, strict=True)]
     (folder / "train.tsv").write_text("label\timage\n" + "".join(rows))
     return copied_to_memory(folder, "contract-tsv")
 
@@ -134,14 +134,6 @@ def from_remote_image_folder(folder: Path) -> Source:
     return copied_to_memory(folder, "contract-folders")
 
 
-def from_remote_nested_folders(folder: Path) -> Source:
-    for name in write_images(folder):
-        inner = folder / Path(name).parent / "session"
-        inner.mkdir(exist_ok=True)
-        (folder / name).rename(inner / Path(name).name)
-    return copied_to_memory(folder, "contract-nested", class_depth=1)
-
-
 def from_json_lines(folder: Path) -> Source:
     names = write_images(folder)
     rows = [{"who": n, "file": name} for name, n in zip(names, LABELS, strict=True)]
@@ -160,7 +152,6 @@ SOURCES = [
     from_image_folder,
     from_remote_label_file,
     from_remote_image_folder,
-    from_remote_nested_folders,
     from_torch_dataset,
     written(".rec"),
     from_remote_recordio,

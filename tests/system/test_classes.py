@@ -62,13 +62,13 @@ def relabelled(dataset, folder, numbers=None, keep=lambda label: True):
     return folder
 
 
-def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None, class_depth=None):
+def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None):
     """Return the losses of all steps and the last checkpoint; one step per epoch."""
     given = {"set_class_num": class_num, "set_checkpoint_dir": checkpoint, "set_pretrained": pretrained}
     ins = entry(
         dataset, save_dir, set_train_batch_size=64, set_last_batch="keep",
         set_train_epochs=epochs, set_lr=0.5 * 64 / 1024, set_scale=16, set_margin=0.1, set_flip=False,
-        set_num_workers=0, set_dataset_dir={"directory": str(dataset), "class_depth": class_depth},
+        set_num_workers=0, set_dataset_dir=str(dataset),
         **{name: value for name, value in given.items() if value is not None},
     )  # fmt: skip
     ins.set_model(Plain())  # drawn with the seed that was set
@@ -304,28 +304,6 @@ def test_class_names_follow_their_classes_through_every_change(named, trained, t
         train(two, tmp_path / "refused", EPOCHS + 2, tmp_path / "reorder")
     again = [tmp_path / "grown", tmp_path / "x", "--grow", 2, "--images", images]
     assert main(["checkpoint", "classes", *map(str, again)])
-
-
-def test_new_classes_in_nested_folders_have_the_depth_of_the_checkpoint(trained, named, tmp_path, capsys):
-    every, _, _ = trained
-    network = ("--model", f"{__name__}:Plain")
-    two = class_folders(every, tmp_path / "two", {"x/a": 0, "y/c": 2})
-    three = class_folders(every, tmp_path / "three", {"x/a": 0, "x/b": 1, "y/c": 2})
-    new = class_folders(every, tmp_path / "new", {"x/b": 1})
-    _, nested = train(two, tmp_path / "saved", EPOCHS, class_depth=2)
-    capsys.readouterr()
-    arguments = ("checkpoint", "classes", nested, tmp_path / "inner", "--grow", 1, "--images", new / "x")
-    assert main([*map(str, arguments), *network]) == 1
-    assert "depth 2" in capsys.readouterr().err
-    change(nested, tmp_path / "grown", "--grow", 1, "--images", new, *network)
-    assert names_in(tmp_path / "grown") == ["x/a", "y/c", "x/b"]
-    train(three, tmp_path / "again", EPOCHS + 1, tmp_path / "grown", class_depth=2)
-    # The same new classes with a label.txt, which has no depth.
-    numbered = with_label_file(new / "x", tmp_path / "numbered", {"b": 2})
-    change(nested, tmp_path / "other", "--grow", 1, "--images", numbered, *network)
-    # A checkpoint of class folders without a depth: every folder is a class.
-    change(named[0], tmp_path / "flat", "--grow", 1, "--images", new, *network)
-    assert names_in(tmp_path / "flat") == ["a", "c", "x"]
 
 
 def test_a_warm_start_matches_class_weights_by_name(named, trained, tmp_path, capsys):

@@ -267,7 +267,7 @@ def hostile(spec):
                   "float64", "float16", "bfloat16", "gloo", "cpu", "sharded", "on", "adamw",
                   "adagrad", "cosine", "arcface", "max", "training", "block", "processes",
                   "disk", "drop", "skip", "all", "foreach", "native", "int8", "linear",
-                  {"class_depth": 7}, {"name": "balanced", "balance": 0.2},
+                  {"image_column": "b"}, {"name": "balanced", "balance": 0.2},
                   {"name": "cosine", "steps": 7},
                   {"incr_ratio": 7.0}, {"kernels": "torch"}, {"custom_black_list": ["relu"]}, {"a": 7.0},
                   "tensorboard", "profile", "file:///tmp/a", "memory:1G"):  # fmt: skip

@@ -65,7 +65,7 @@ MAPPINGS = {
     "head.loss_arguments": (("adaface",), {"h": 0.4}),
     "head.execution": ((), {"kernels": "torch"}),
     "head.class_margins": ((), {"a": 0.5, "b": 0.05}),
-    "data.format_arguments": (("folder",), {"class_depth": 2}),
+    "data.format_arguments": (("folder",), {"label_map": "ids.json"}),
     "precision.lists": ((), {"custom_white_list": ["softmax"]}),
     "precision.scaling_arguments": ((), {"incr_ratio": 3.0}),
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from plsc.data.files import is_hidden
 from plsc.data.sources.base import Source
 from plsc.data.sources.base import TorchDatasetSource as TorchDatasetSource
 from plsc.data.sources.base import check_labels as check_labels
-from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource, holds_image
+from plsc.data.sources.image_folders import ImageFolderSource, LabelFileSource
 from plsc.data.sources.parquet import ParquetSource
 from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import Base64Source, CsvSource, JsonLinesSource
@@ -49,7 +48,6 @@ def open_source(
     image_column: str | None = None,
     label_column: str | None = None,
     label_map: str | Path | None = None,
-    class_depth: int | None = None,
     image_folder: str | Path | None = None,
     landmarks: str | None = None,
     allowed: Sequence[str] | None = None,
@@ -58,8 +56,7 @@ def open_source(
 
     A file is recognised by its suffix. A folder is read, in this order, as: images with a label.txt; base64
     lines with a file_list.txt; its Parquet or tar files, or its only file of another format; otherwise
-    one class per folder in it. If there are such a file and several folders of images, an option that only
-    one of them accepts decides.
+    one class per folder in it.
 
     Args:
         options: of the format; None means not given.
@@ -85,17 +82,12 @@ def open_source(
     if "file_list.txt" in names:
         return _make(Base64Source, str(location), options)
     folders = [name for name in names if names[name]]
-    is_of_folders = bool(folders) and not options.keys().isdisjoint(("class_depth", "landmarks"))
-    found = None if is_of_folders else _only_dataset(str(location), names)
+    found = _only_dataset(str(location), names)
     if found is not None:
-        filled = 0
-        if not is_url(location) and not options.keys() - {"label_map"}:
-            with suppress(DataError):  # such as for links: these are no class folders
-                filled = sum(holds_image(folder, name) for name in folders)
-        if filled > 1:
+        if len(folders) > 1:
             raise DataError(
-                f"{folder} has {filled} folders of images and {base_name(found)}; give the path of the file, "
-                "or set the format argument class_depth to 1 for the folders"
+                f"{folder} has {len(folders)} folders and {base_name(found)}; give the path of the file, or "
+                "move it for a class per folder"
             )
         for name in () if is_url(location) else names:
             if _suffix(name) == _suffix(found):

@@ -7,7 +7,7 @@ import posixpath
 import re
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -111,12 +111,9 @@ class ImageFolderSource(FileSource):
 
     Hidden folders and files (`is_hidden`), files without the suffix of an image, and images above the class
     folders are left out; a warning has their number. A link to a file inside the folder is followed; other
-    links raise DataError.
+    links raise DataError, and so does an image in a folder of a class folder.
 
     Args:
-        class_depth: None: class folders contain images and no folders. n: the folders at depth n are the
-            classes, with all images below them. A class is named by its path, such as
-            ``alphabet/character``.
         label_map: class ids: a JSON object, or lines of ``name<TAB>id``.
         landmarks: file of landmarks, to align the images (`Landmarks`).
     """
@@ -126,31 +123,32 @@ class ImageFolderSource(FileSource):
         dataset_dir: str | Path,
         *,
         label_map: str | Path | None = None,
-        class_depth: int | None = None,
         landmarks: str | None = None,
     ) -> None:
         is_remote = is_url(dataset_dir)
         root = str(dataset_dir).rstrip("/") if is_remote else Path(dataset_dir).resolve()
         ignored = Ignored()
         paths = PathTable()
-        counts: dict[str, int] = {}  # number of images per folder, by its path below the root
+        counts: dict[str, int] = {}  # number of images per class folder
         for folder, names in _images_below(root, ignored):
+            if names and "/" in folder:
+                place = f"{shown(str(root))}/{printable(folder)}"
+                raise DataError(f"{place} contains images, but is no class folder; list them in a CSV file")
             for name in names:
                 if folder:
                     paths.append(os.fsencode(f"{folder}/{name}"))
                 else:
                     ignored.add(name, "in no class folder")
-            counts[folder] = len(names) if folder else 0
+            if folder and "/" not in folder:
+                counts[folder] = len(names)
         if len(paths) == 0:
             raise _no_images(str(root), ignored, "<class>/<image> files")
         ignored.report(str(root))
-        depth = _checked_depth(root, counts, class_depth)
         class_of = partial(name_in_listing, str(dataset_dir))
-        names, ranks = ranked([class_of(folder) for folder in counts if folder and _depth(folder) == depth])
+        names, ranks = ranked([class_of(folder) for folder in counts])
         self.class_names = dict(enumerate(names)) if label_map is None else None
-        filled = {folder: count for folder, count in counts.items() if count}
-        labels = [ranks[class_of("/".join(folder.split("/")[:depth]))] for folder in filled]
-        every = np.repeat(np.array(labels, np.int64), list(filled.values()))
+        labels = [ranks[class_of(folder)] for folder in counts]
+        every = np.repeat(np.array(labels, np.int64), list(counts.values()))
         super().__init__(root, paths, with_label_map(every, names, label_map))
         self.add_landmarks(landmarks)
 
@@ -200,11 +198,6 @@ def open_images(images: str | os.PathLike[str] | Sequence[Any], allowed: Sequenc
     return FileSource(root, paths, np.full(len(paths), -1), may_leave=may_leave)
 
 
-def holds_image(root: Path, folder: str) -> bool:
-    """Return whether a folder below ``root`` contains an image, at any depth."""
-    return any(names for _, names in _walk(root, folder, Ignored()))
-
-
 def _starts_image(file: Bytes, place: str) -> bool:
     """Return whether a file is an image, not a list of paths; DataError if it is neither."""
     start = file.read_at(0, min(file.size, 64))
@@ -222,23 +215,6 @@ def _no_images(where: str, ignored: Ignored, expected: str) -> DataError:
         f"{shown(where)} contains no images{there}; expected {expected} that end in "
         + ", ".join(IMAGE_SUFFIXES)
     )
-
-
-def _depth(folder: str) -> int:
-    return folder.count("/") + 1
-
-
-def _checked_depth(root: Path | str, counts: Mapping[str, int], class_depth: int | None) -> int:
-    """Return the depth of the class folders; DataError if it is ambiguous, or for images above it."""
-    filled = [folder for folder, count in counts.items() if count]
-    odd = min(filled, key=_depth) if class_depth else max(filled, key=_depth)
-    depth = class_depth or 1
-    if _depth(odd) < depth or (_depth(odd) > depth and not class_depth):
-        raise DataError(
-            f"{root}/{printable(odd)} contains images, at depth {_depth(odd)}; expected class folders at "
-            f"depth {depth} (class_depth)"
-        )
-    return depth
 
 
 def _images_below(root: Path | str, ignored: Ignored) -> Iterator[tuple[str, list[str]]]:

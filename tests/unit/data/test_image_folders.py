@@ -16,7 +16,7 @@ from plsc.errors import DataError
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     root = tmp_path / "root"
-    for name in ("b/2.PNG", "b/deep/1.jpg", "a/1.jpg", "c/notes.txt", ".cache/x.jpg", "a/.hidden.jpg"):
+    for name in ("b/2.PNG", "b/3.jpg", "a/1.jpg", "c/notes.txt", ".cache/x.jpg", "a/.hidden.jpg"):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(name.encode())
@@ -28,11 +28,11 @@ def names(source: ImageFolderSource) -> list[str]:
 
 
 def test_class_ids_follow_the_sorted_folder_names(folder):
-    source = ImageFolderSource(folder, class_depth=1)
+    source = ImageFolderSource(folder)
     assert [*source.class_names.values()] == ["a", "b", "c"]
-    assert names(source) == ["a/1.jpg", "b/2.PNG", "b/deep/1.jpg"]
+    assert names(source) == ["a/1.jpg", "b/2.PNG", "b/3.jpg"]
     assert source.labels().tolist() == [0, 1, 1]
-    assert source[2] == (b"b/deep/1.jpg", 1)
+    assert source[2] == (b"b/3.jpg", 1)
 
 
 OF_SYSTEMS = [
@@ -60,9 +60,9 @@ def test_names_of_operating_systems_are_neither_classes_nor_images(folder, messa
         (folder / name).write_bytes(b"x")
     (folder / "c" / "1.jpg").write_bytes(b"x")
     place = copied(folder, is_remote)
-    source = open_source(place, class_depth=1)
+    source = open_source(place)
     assert [*source.class_names.values()] == ["a", "b", "c"]
-    assert names(source) == ["a/1.jpg", "b/2.PNG", "b/deep/1.jpg", "c/1.jpg"]
+    assert names(source) == ["a/1.jpg", "b/2.PNG", "b/3.jpg", "c/1.jpg"]
     assert [text.count(f"{len(OF_SYSTEMS) + 2} hidden (such as") for text in messages] == [1]
     assert names(open_images(place)) == names(source)
     assert len(messages) == 2
@@ -73,7 +73,7 @@ def test_files_that_are_not_read_are_counted_with_an_example(folder, messages, i
     for name in ("a/1.heic", "b/3.HEIC", "b/readme", "0.jpg"):
         (folder / name).write_bytes(b"x")
     place = copied(folder, is_remote)
-    open_source(place, class_depth=1)
+    open_source(place)
     for words in (("2 .heic", "a/1.heic"), ("1 .txt", "c/notes.txt"), ("1 in no class folder", "0.jpg")):
         assert [all(word in text for word in words) for text in messages] == [True]
     assert names(open_images(place))[0] == "0.jpg"
@@ -125,23 +125,8 @@ def alphabets(tmp_path: Path) -> Path:
 
 
 def test_nested_class_folders_are_refused(alphabets):
-    with pytest.raises(DataError, match=r"latin/a .*depth 2.*class_depth"):
+    with pytest.raises(DataError, match=r"latin/a .* no class folder"):
         open_source(alphabets)
-
-
-def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
-    source = open_source(alphabets, class_depth=1)
-    assert [*source.class_names.values()] == ["latin", "latin-extended"]
-    assert source.labels().tolist() == [0] * 4 + [1] * 6
-    source = open_source(alphabets, class_depth=2)
-    assert [*source.class_names.values()] == [
-        "latin-extended/a", "latin-extended/b", "latin-extended/c", "latin/a", "latin/b",
-    ]  # fmt: skip
-    for index in range(10):
-        image, label = source[index]
-        assert image.decode() == source.class_names[label]
-    with pytest.raises(DataError, match=r"latin/a .*depth 3.*class_depth"):
-        open_source(alphabets, class_depth=3)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +135,7 @@ def test_the_folders_at_the_class_depth_are_the_classes(alphabets):
 )
 def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
     (tmp_path / file).write_text(text)
-    source = ImageFolderSource(folder, label_map=tmp_path / file, class_depth=1)
+    source = ImageFolderSource(folder, label_map=tmp_path / file)
     assert source.labels().tolist() == [10, 5, 5]
 
 
@@ -167,7 +152,7 @@ def test_a_label_map_defines_the_class_ids(folder, tmp_path, file, text):
 def test_a_bad_label_map_is_refused(folder, tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(DataError) as caught:
-        ImageFolderSource(folder, label_map=tmp_path / file, class_depth=1)
+        ImageFolderSource(folder, label_map=tmp_path / file)
     assert message in str(caught.value)
 
 

@@ -69,23 +69,20 @@ def test_an_option_that_the_format_does_not_accept_is_refused(tmp_path):
         open_source(tmp_path / "folders", image_column="x")
 
 
-def test_class_folders_next_to_a_file_are_refused_without_an_option_that_decides(tmp_path):
+def test_class_folders_next_to_a_file_are_refused(tmp_path):
     folder = tmp_path / "set"
     for name in "ab":
         (folder / name).mkdir(parents=True)
         (folder / name / "1.jpg").write_bytes(b"image")
     (folder / "notes.csv").write_text("path,label\na/1.jpg,1\nb/1.jpg,0\n")
-    with pytest.raises(DataError, match=r"2 folders of images and notes\.csv.*class_depth"):
+    with pytest.raises(DataError, match=r"2 folders and notes\.csv"):
         open_source(folder)
-    assert open_source(folder, class_depth=1).labels().tolist() == [0, 1]
-    assert open_source(folder, label_column="label").labels().tolist() == [1, 0]
     assert open_source(folder / "notes.csv").labels().tolist() == [1, 0]
 
 
 def test_a_file_next_to_the_folder_of_its_images_is_the_dataset(tmp_path):
     (tmp_path / "images").mkdir()
     (tmp_path / "images/1.jpg").write_bytes(b"image")
-    (tmp_path / "masks").mkdir()
     (tmp_path / "train.csv").write_text("path,label\nimages/1.jpg,0\n")
     assert type(open_source(tmp_path)) is CsvSource
 
