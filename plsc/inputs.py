@@ -59,17 +59,16 @@ def as_input(sample: Any, example: Input) -> Input:
     A sample is a tensor, array or number, or a dict of these. Raises DataError, without the sample's name, if
     its shape or keys differ from those of a sample of `example`, or it has floats instead of integers.
     """
-    if isinstance(sample, dict) != isinstance(example, dict):
-        kind = f"a dict of {', '.join(example)}" if isinstance(example, dict) else "a tensor"
-        raise DataError(f"is a {type(sample).__name__}; expected {kind}, like the network's example_input")
+    found, wanted = _structure(sample), _structure(example)
+    if found != wanted:
+        raise DataError(f"is {found}; expected {wanted}, like the network's example_input")
     if not isinstance(example, dict):
         return _as_tensor(sample, example)
-    if sample.keys() != example.keys():
-        raise DataError(
-            f"has the keys {', '.join(map(str, sample))}; expected {', '.join(example)}, like the network's "
-            "example_input"
-        )
     return {name: _as_tensor(sample[name], one, f"{name} ") for name, one in example.items()}
+
+
+def _structure(value: Any) -> str:
+    return f"a dict of {', '.join(sorted(map(str, value)))}" if isinstance(value, dict) else "no dict"
 
 
 def _as_tensor(value: Any, example: Tensor, name: str = "") -> Tensor:

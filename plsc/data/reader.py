@@ -201,11 +201,10 @@ class ReaderLoader:
                 samples_here = [kept[slot] for slot in slots if slot in kept]
                 yield self._collate(samples_here, epoch, step)
             step += 1
-        if step == 0:
-            raise DataError(f"epoch {epoch} of the {self.title} has no step; is the generator new?")
-        if step < start_step and step != self._limit:
+        if step < max(start_step, 1) and step != self._limit:
             raise DataError(
-                f"epoch {epoch} of the {self.title} ended after {step} steps, before step {start_step}"
+                f"epoch {epoch} of the {self.title} ended after {step} steps, before step {start_step}; is "
+                "the generator new?"
             )
 
     @property

@@ -72,9 +72,8 @@ class IndexedSource:
         return len(self._labels)
 
     def __getitem__(self, index: int) -> tuple[Image, int]:
-        if not 0 <= index < len(self._labels):
-            raise IndexError(f"sample {index} is outside 0..{len(self) - 1}")
-        return self._image_at(index, None), self._labels.item(index)
+        label = self._labels.item(index)  # IndexError after the last
+        return self._image_at(index, None), label
 
     def read_many(self, indices: np.ndarray) -> Iterator[tuple[Image, int] | DataError]:
         """Yield ``self[index]``, or its error, for each index, int64 [n], with far fewer system calls."""

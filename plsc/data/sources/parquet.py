@@ -183,13 +183,12 @@ class RowGroups:
             groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
             found = [(group.num_rows, group.total_byte_size) for group in groups]
             stored = self.shards[shard].size
-        if (total := sum(rows for rows, _ in found)) > stored:  # of nulls: they would fill the memory
-            raise DataError(f"{self.title(shard)} announces {total:,} images in {stored:,} bytes")
-        for number, (rows, size) in enumerate(found):
-            if rows < 0 or not 0 <= size <= GROUP_BYTES:
-                raise DataError(
-                    f"{self.title(shard)}: row group {number} has {size} bytes, over {GROUP_BYTES}"
-                )
+        total = sum(rows for rows, _ in found)  # more than bytes are nulls: they would fill the memory
+        if total > stored or not all(rows >= 0 and 0 <= size <= GROUP_BYTES for rows, size in found):
+            raise DataError(
+                f"{self.title(shard)} announces {total:,} images in {stored:,} bytes, or a row group of over "
+                f"{GROUP_BYTES} bytes"
+            )
         return [rows for rows, _ in found]
 
     def column(self, shard: int, name: str) -> pa.ChunkedArray:
