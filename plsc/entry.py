@@ -320,12 +320,10 @@ class Entry(OriginalSetters):
             "templates": templates, "groups": groups,
         }  # fmt: skip
         places = {name: os.fspath(place) for name, place in data.items() if place is not None}
-        if protocol is None:
-            if places:
-                raise OptionError(f"{', '.join(places)} needs a protocol, such as test('pairs', pairs=...)")
+        if protocol is None and not places:
             return self._run(run_test)
-        chosen = ProtocolData(protocol, **places)
-        folder = local_folder(output or Path("evaluation", protocol), "output")
+        chosen = ProtocolData(str(protocol), **places)
+        folder = local_folder(output or Path("evaluation", chosen.protocol), "output")
         return self._run(partial(run_protocol, data=chosen, output=folder))
 
     @overload

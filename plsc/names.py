@@ -98,17 +98,13 @@ def importable(reference: str) -> str:
     return reference.replace("__main__:", "MODULE:", 1)
 
 
-def load_function(reference: str, option: str, setter: str) -> Callable[..., Any]:
+def load_function(reference: str, option: str) -> Callable[..., Any]:
     """Import ``package.module:function``, a function or class. This runs user code.
 
     Raises:
-        OptionError: the module cannot be imported, lacks the name, or is the main script.
+        OptionError: the module cannot be imported, or lacks the name, as of a function of the main script.
     """
     module_name, _, name = reference.partition(":")
-    if module_name == "__main__" or "<" in name:
-        raise OptionError(
-            f"{option} is {reference!r}, of the training script; call {setter}, or move it to MODULE.py"
-        )
     expected = "expected 'package.module:name', importable from the working directory"
     with refusing(f"cannot import {reference!r} of {option}", expected):
         function: Callable[..., Any] = operator.attrgetter(name)(importlib.import_module(module_name))

@@ -38,7 +38,7 @@ from plsc.names import names_code
 from plsc.optim import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
 
-_MOST_CLASSES, _MOST_RANKS = 10**12, 2**16
+_MOST_CLASSES = 10**12
 _FLOAT, _INDEX = 4, 8  # bytes of a float32 and an int64
 # Number of float matrices that TorchBackend, the backend that needs most, allocates at once: [tile, D] and
 # [B, tile] for the logits; [tile, D] for the update, and for one with stochastic rounding (int64 noise).
@@ -182,8 +182,6 @@ def plan_head(options: Mapping[str, Any], ranks: int | None = None) -> HeadPlan:
     """Estimate the memory and the work of a sharded head alone; arguments and errors as of `plan`."""
     config = _config_of(options)
     ranks = ranks or config.runtime.world_size or 1
-    if not 1 <= ranks <= _MOST_RANKS:
-        raise OptionError(f"ranks is {ranks}; expected a number between 1 and {_MOST_RANKS}")
     head, d, k = config.head, config.model.emb_size, config.head.sub_centers
     assert head.class_num is not None
     b = config.train.global_batch_size or config.train.batch_size * ranks

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, describe_options, word
 from plsc.config import Options
+from plsc.config.option import at_least
 from plsc.config.text import render_options
 from plsc.errors import OptionError
 from plsc.names import PROTOCOLS
@@ -98,7 +99,9 @@ COMMANDS = {
         "estimate the memory of a training run, and whether it fits; flags as of plsc train",
         _plan,
         [
-            Argument("ranks", int, None, "number of ranks; default: --runtime.world_size, or 1"),
+            Argument(
+                "ranks", int, None, "number of ranks; default: --runtime.world_size, or 1", check=at_least(1)
+            ),
             Argument("device_gb", float, 80.0, "memory of a device in GB"),
         ],
         options=(

@@ -289,18 +289,12 @@ def read_parameter_groups(values: Sequence[Mapping[str, Any]]) -> list[Parameter
 
 def _read(value: Mapping[str, Any]) -> ParameterGroup:
     pattern: Any = value.get("pattern")
-    if (expected := check_pattern(pattern)) is not None:
-        raise OptionError(f"the pattern of a parameter group is {shown_value(pattern)}; expected {expected}")
-    what = f"parameter group {pattern!r}"
+    what = f"parameter group of the pattern {shown_value(pattern)}"
     settings, arguments = read_fields(ParameterGroup, value, what)
-    del arguments["pattern"]
-    expected = check_named_arguments(arguments)
-    if expected is not None:
+    arguments.pop("pattern", None)
+    if (expected := check_pattern(pattern) or check_named_arguments(arguments)) is not None:
         raise OptionError(f"{what}: expected {expected}")
-    group = ParameterGroup(pattern, arguments=arguments, **settings)
-    if group.frozen and group != ParameterGroup(pattern, frozen=True):
-        raise OptionError(f"{what} is frozen, so its other settings have no effect; remove them")
-    return group
+    return ParameterGroup(pattern, arguments=arguments, **settings)
 
 
 DEFAULT_RATE, REFERENCE_BATCH = 0.1, 1024

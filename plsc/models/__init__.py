@@ -82,7 +82,7 @@ def load_custom(reference: str | type[BaseModel], **options: object) -> BaseMode
     """
     chosen: Any = reference
     if isinstance(reference, str):
-        chosen = load_function(reference, "model.name", "set_model")
+        chosen = load_function(reference, "model.name")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
         raise OptionError(
             f"model.name is {reference!r}, which is not a network; expected a subclass of "

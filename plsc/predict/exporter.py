@@ -147,20 +147,18 @@ def run_conversion(
 ) -> Path:
     """Write the checkpoint's network as a folder for prediction; see `Entry.convert_for_prediction`."""
     conversion = conversion or Conversion()
-    if conversion.graph == "onnx" and (missing := missing_package()):
-        raise OptionError(f"ONNX needs {missing}; or choose graph 'none', to write only the weights")
     trained = open_trained(options, world, user.model)
     network, config = trained.network, trained.config
+    missing = missing_package() if conversion.graph in (None, "onnx") else ""
+    missing = missing or ("" if network.example_input is None else "a network for images")
+    if missing and conversion.graph not in (None, "none"):
+        raise OptionError(
+            f"the graph {conversion.graph!r} needs {missing}; or choose 'none', for the weights"
+        )
     if conversion.graph is None:
-        missing = missing_package() or ("" if network.example_input is None else "a network for images")
         if missing:
             logger.info(f"no ONNX graph is written: missing {missing}")
         conversion = replace(conversion, graph="none" if missing else "onnx")
-    if conversion.graph != "none" and network.example_input is not None:
-        name = type(network).__name__
-        raise OptionError(f"{name} takes no images, so it has no graph; choose graph 'none', for the weights")
-    if conversion.layout == "insightface" and (shape := list(config.model.image_shape)) != [3, 112, 112]:
-        raise OptionError(f"the images are {shape}; insightface needs [3, 112, 112]: choose another layout")
     folder = output or local_folder(config.checkpoint.save_dir, "checkpoint.save_dir") / "model"
     exporter = Exporter(trained, user, conversion)
     as_graph = replace(trained, config=config.changed({"data.flip": conversion.flip}))

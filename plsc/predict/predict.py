@@ -106,13 +106,12 @@ class Request:
 
     def __post_init__(self) -> None:
         needed = {"value"} if self.layers else {*self.fields}
-        if not self.fields or not {*FIELDS} >= {*self.fields} >= needed:
+        taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & {*self.layers}
+        if taken or not self.fields or not {*FIELDS} >= {*self.fields} >= needed:
             raise OptionError(
-                f"field is {list(self.fields)}; expected some of {', '.join(FIELDS)}, with layers value"
+                f"field is {list(self.fields)}, layers are {list(self.layers)}; expected some of "
+                f"{', '.join(FIELDS)}, with layers value, and no layer named as another output"
             )
-        taken = {EMBEDDINGS, LABELS, IDS, PROBS, NAMES} & set(self.layers)
-        if taken:
-            raise OptionError(f"the layer {min(taken)!r} has the name of another output; rename the module")
 
 
 def run_prediction(
@@ -128,6 +127,8 @@ def run_prediction(
     trained = open_trained(options, world, user.model)
     head = load_head(*trained.checkpoint, world) if {"id", "prob"} & set(request.fields) else None
     samples = open_samples(trained, images, user.predict_reader)
+    if not samples.has(0):
+        raise DataError(f"{samples.name} contains no images")
     bad = BadSampleReport(world, output, _BAD_NAME)
     predictor = Predictor(trained, head, request, samples, bad)
     return predictor.in_memory() if output is None else predictor.to_folder(output)
@@ -189,9 +190,6 @@ class Predictor:
         shards = [everything[number] for number in sorted(everything)]
 
         def finish() -> None:
-            lacking = [shard["file"] for shard in shards if not (folder / shard["file"]).is_file()]
-            if lacking:
-                raise DataError(f"{folder} has no {lacking[0]}; use a folder that all ranks share")
             total = sum(shard["rows"] for shard in shards)
             index = {"rows_per_shard": rows, "count": total, "shards": shards, "complete": True}
             write_index(folder, {**about, **index})
@@ -359,8 +357,6 @@ class Samples:
         if isinstance(source, FileSource):
             self._where = source.path
         self.has_paths = self._where != source.name
-        if not self.count:
-            raise DataError(f"{name} contains no images")
 
     def has(self, number: int) -> bool:
         """Return whether there is an image of this number."""
@@ -396,8 +392,6 @@ class StreamedSamples:
         self._samples = _images_and_labels(open_reader(reader, example, *arguments))
         self._position = 0
         self._next = next(self._samples, None)
-        if self._next is None:
-            raise DataError("the predict reader yielded no image")
 
     def has(self, number: int) -> bool:
         """Skip the images before this number; return whether there are more."""

@@ -89,11 +89,11 @@ class ProtocolData:
     groups: str | None = None
 
     def __post_init__(self) -> None:
-        if self.protocol not in PROTOCOLS:
-            raise OptionError(f"the protocol is {self.protocol!r}; {suggest(self.protocol, PROTOCOLS)}")
-        takes, problem = PROTOCOLS[self.protocol], ""
+        takes, problem = PROTOCOLS.get(self.protocol, ()), ""
         given = [name for name, value in vars(self).items() if value is not None and name != "protocol"]
-        if {*given} - {*takes}:
+        if not takes:
+            problem = f"is unknown; {suggest(self.protocol, PROTOCOLS)}"
+        elif {*given} - {*takes}:
             problem = f"takes {', '.join(takes)}, not {', '.join(given)}"
         elif self.protocol == "templates" and self.templates is None:
             problem = "needs templates, the folder of the meta files"

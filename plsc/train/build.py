@@ -422,7 +422,7 @@ def build_updates(
         )
         return optimizer, base
     if factory is None:
-        factory = load_function(optim.optimizer, "optim.optimizer", "set_optimizer")
+        factory = load_function(optim.optimizer, "optim.optimizer")
     optimizer = updates.build_custom(factory, optim.optimizer, groups, arguments)
     return optimizer, float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
 
@@ -479,7 +479,7 @@ def _schedule_of(value: str | Mapping[str, Any]) -> tuple[str, ScheduleArguments
 
 def _custom_shape(name: str, total_steps: int | None, function: ScheduleFunction | None) -> Shape:
     if function is None:
-        function = load_function(name, "optim.schedule", "set_lr_schedule")
+        function = load_function(name, "optim.schedule")
     try:
         arguments = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # some functions written in C have no signature

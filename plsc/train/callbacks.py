@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -117,11 +117,7 @@ CallbackTensors = dict[Role, Tensor | ShardedTensor]
 
 
 class Logger(Protocol):
-    """A destination of metrics. A custom class needs only these two methods.
-
-    If it has an attribute `exit_code`, that is set before `close`: 0 for a run that has finished, 128 + the
-    number of the signal for one that was stopped, 1 for one that has failed.
-    """
+    """A destination of metrics. A custom class needs only these two methods."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write the metrics of a step, an evaluation or an epoch.
@@ -238,13 +234,13 @@ class Context:
 
     @property
     def batch(self) -> Batch:
-        """The batch of this rank; from batch_start to after_step, else OptionError."""
-        return _known(self.current.batch, "batch", "batch_start")
+        """The batch of this rank; from batch_start to after_step, else AttributeError."""
+        return self.current.batch
 
     @property
     def output(self) -> HeadOutput:
-        """The output of the head for the global batch; from after_forward to after_step, else OptionError."""
-        return _known(self.current.output, "output", "after_forward")
+        """The output of the head for the global batch; from after_forward to after_step."""
+        return self.current.output
 
     @property
     def step(self) -> int:
@@ -323,22 +319,12 @@ class Context:
         return self.network.get_parameter(name)
 
 
-@dataclass
 class CurrentStep:
     """What exists only during a step: batch, output of the head, outputs of layers."""
 
-    batch: Batch | None = None
-    output: HeadOutput | None = None
-    layers: dict[str, list[Tensor]] = field(default_factory=dict)
-
-
-_Known = TypeVar("_Known")
-
-
-def _known(value: _Known | None, name: str, event: str) -> _Known:
-    if value is None:
-        raise OptionError(f"there is no {name} at this event; use it from {event} to after_step")
-    return value
+    batch: Batch
+    output: HeadOutput
+    layers: dict[str, list[Tensor]]
 
 
 class Callbacks:

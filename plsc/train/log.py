@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -40,13 +39,8 @@ def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         if isinstance(value, Mapping):
             numbers |= scalars(value, f"{name}/")
         elif isinstance(value, (int, float)) and math.isfinite(value) and name != "step":
-            numbers[_text(name)] = value
+            numbers[name.encode("utf-8", "replace").decode()] = value  # a path may not be UTF-8
     return numbers
-
-
-def _text(value: Any) -> str:
-    """Return a string in UTF-8, which a path may not be."""
-    return str(value).encode("utf-8", "replace").decode()
 
 
 _STEP_NAMES = {key: f"{key}_step" for key in ("loss", "accuracy", "accuracy_top5")}  # next to loss_epoch
@@ -180,9 +174,6 @@ class Logging(Callback):
     def exception(self, context: Context) -> None:
         """Close the loggers; a failure is logged, so that the run ends with its own exception."""
         for name, logger in self._open.items():
-            if hasattr(logger, "exit_code"):
-                stopped = 128 + signal.SIGINT if isinstance(context.error, KeyboardInterrupt) else 1
-                logger.exit_code = getattr(context.error, "exit_code", stopped)
             try:
                 logger.close()
             except Exception as error:  # of any library

@@ -197,10 +197,10 @@ class Trainer:
                 self._read_losses()
                 run.current.output = self._unlogged.output
                 self._log(self._unlogged)
-                self._unlogged = run.current.output = None
+                self._unlogged, run.current = None, CurrentStep()
             return False
         is_logged = self._is_logged()
-        run.current, run.is_logged = CurrentStep(batch), is_logged
+        run.current.batch, run.is_logged = batch, is_logged
         self._run.call("batch_start")
         made = self._step.make(batch, status.sizes, is_logged)
         self._bad_samples.add(batch.problems)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from plsc.checkpoint import Manifest, Retention
-from plsc.checkpoint.load import check_files
+from plsc.checkpoint.load import check_files, missing_weights
 from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
 from plsc.checkpoint.tensor_files import shorten
 from plsc.checkpoint.weights_file import WeightsFile, opened_at
@@ -210,13 +210,10 @@ def _check_head(path: Path, manifest: Manifest, adopted: Mapping[str, Any], are_
         is_known = bool(shapes) or option != "model.emb_size"
         if is_known and value not in (None, *sizes[option]):
             if not shapes:
-                raise CheckpointError(
-                    f"{path} has no class weights; if they are in files of its run, set head.weights_file "
-                    "to their folder, or resume a copy that has them (plsc checkpoint copy)"
-                )
+                raise missing_weights(path, manifest)
             raise CheckpointError(
                 f"{path} is damaged: {option} is {value}, but its class weights have the shapes "
-                f"{', '.join(str(list(shape)) for shape in shapes[:3])}; choose another checkpoint"
+                f"{[*map(list, shapes[:3])]}; choose another checkpoint"
             )
 
 
@@ -229,11 +226,8 @@ def _check_network(path: Path, manifest: Manifest, name: str, build: Callable[[]
     try:
         with torch.device("meta"):  # allocates no memory and skips initialisation
             state = build().state_dict()
-    except (RuntimeError, TypeError):  # sizes that torch cannot represent
+    except (RuntimeError, TypeError, OptionError):  # sizes that torch cannot represent
         is_wrong = not is_foreign
-    except OptionError:
-        if not is_foreign:
-            raise
     wrong = [key for key, tensor in state.items() if key not in saved or saved[key].shape != tensor.shape]
     if wrong or is_wrong:
         raise CheckpointError(

@@ -545,9 +545,6 @@ def unpack_generators(packed: Tensor, device: torch.device) -> None:
             raise ValueError(f"position {rest[0]} of {len(keys)}")
         numpy_state = (name, np.array(keys, dtype=np.uint32), *rest)
         torch_state = _bytes(state["torch"])
-        random.Random().setstate(python)  # try on other generators first: restore all or none
-        np.random.RandomState().set_state(numpy_state)
-        torch.Generator().set_state(torch_state)
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_rng_state(torch_state)

@@ -68,9 +68,10 @@ class BadSampleReport:
 
     def log_summary(self) -> None:
         """Log the number of bad samples of each kind, if it has changed."""
-        if self._list is not None and self._list.counts and self._list.summary() != self._summary:
-            self._summary = self._list.summary()
-            self._world.log(f"bad samples: {self._summary}; listed in {self._list.path}")
+        summary = "" if self._list is None else self._list.summary()
+        if self._list is not None and summary != self._summary:
+            self._summary = summary
+            self._world.log(f"bad samples: {summary}; listed in {self._list.path}")
 
 
 class Meter:

@@ -127,18 +127,6 @@ def train_until(action, dataset, folder, *loggers):
     return False
 
 
-def interrupt(context):
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize(("action", "code"), [(fail, 1), (stop, 143), (interrupt, 130), (print, 0)])
-def test_a_logger_gets_the_exit_code(dataset, tmp_path, action, code):
-    custom = Remember()
-    custom.exit_code = 0
-    assert train_until(action, dataset, tmp_path / "own", custom) == (code > 0)
-    assert custom.exit_code == code
-
-
 def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
     mine = Remember()
     train(dataset, tmp_path, "jsonl", mine)
