@@ -104,9 +104,7 @@ class Embeddings:
             raise DataError(f"{folder} is incomplete; run the same predict again, which resumes")
         index = read_record(_Complete, self.index, folder / INDEX_NAME, DataError)
         if not _is_sound(index, {path.name for path in folder.iterdir()}):
-            raise DataError(
-                f"{folder / INDEX_NAME} is damaged, or names missing shards (all ranks need one folder)"
-            )
+            raise DataError(f"{folder / INDEX_NAME} is damaged, or names missing shards; predict again")
         self.intact: set[Path] = set()  # shards whose checksums were compared
 
     def __len__(self) -> int:
