@@ -220,9 +220,8 @@ def check_named_arguments(arguments: dict[str, Any]) -> str | None:
 
     Arguments that other options set are not valid.
     """
-    for name in arguments:
-        if name in RESERVED:
-            return f"arguments other than {name!r}: {RESERVED[name]}"
+    if reserved := [name for name in arguments if name in RESERVED]:
+        return f"arguments other than {', '.join(reserved)}, which options of optim set or every run has"
     return check_arguments(arguments)
 
 
@@ -241,16 +240,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, str)) or is_finite_number(value)
 
 
-RESERVED = {
-    "params": "the parameters are always those of the network",
-    "lr": "use optim.lr, or lr_factor in a group",
-    "initial_lr": "use optim.lr, or lr_factor in a group",
-    "weight_decay": "use optim.weight_decay",
-    "maximize": "the loss is always minimised",
-    "differentiable": "steps are not differentiated",
-    "capturable": "steps are not captured into a CUDA graph",
-}
-"""Arguments of torch's optimizers that cannot be passed, and what to use instead."""
+RESERVED = ("params", "lr", "initial_lr", "weight_decay", "maximize", "differentiable", "capturable")
+"""Arguments of torch's optimizers that cannot be passed."""
 
 
 @dataclass(frozen=True)

@@ -442,24 +442,20 @@ def build_schedule(
     schedule. Raises OptionError if an unknown number of steps is needed.
     """
     warmup_steps = until(int(warmup.removesuffix("ep"))) if isinstance(warmup, str) else warmup or 0
-    if warmup_steps is None:
-        raise OptionError(
-            f"optim.warmup_steps is {warmup!r}, but the length of an epoch is unknown for a generator "
-            "reader; set data.train_image_num, or optim.warmup_steps to a number of steps"
-        )
     name, arguments = _schedule_of(schedule)
+    last = arguments.steps or total_steps
+    if warmup_steps is None or (last is None and name in ("cosine", "polynomial")):
+        raise OptionError(
+            f"optim.warmup_steps is {warmup!r}, optim.schedule {name}, but the steps of a "
+            "generator reader are unknown; set data.train_image_num or train.steps, or both options in steps"
+        )
     if names_code(name):
         return Schedule(base, _custom_shape(name, total_steps, function), warmup_steps)
     if name == "constant":
         return Schedule(base, updates.constant, warmup_steps)
     if name == "step":
         return Schedule(base, updates.steps_down(arguments.boundaries, arguments.factor), warmup_steps)
-    last = arguments.steps or total_steps
-    if last is None:
-        raise OptionError(
-            f"optim.schedule {name!r} needs the number of steps, which is unknown for a generator "
-            "reader; set its argument steps, train.steps or data.train_image_num"
-        )
+    assert last is not None
     if arguments.steps and arguments.steps <= warmup_steps:
         raise OptionError(
             f"the schedule ends after {arguments.steps} steps, but the warm-up already takes {warmup_steps} "

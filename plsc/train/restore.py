@@ -49,7 +49,6 @@ from plsc.train.callbacks import Run
 from plsc.train.snapshot import (
     NEIGHBOURS,
     REST,
-    check_counts,
     collect_tensors,
     describe_head,
     make_state,
@@ -84,7 +83,6 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         if saved_info is not None and replace(info_of(role, value), sharded=saved_info.sharded) == saved_info:
             of_callbacks[role] = value
     load_tensors(path, {**wanted, **own, **of_callbacks}, run.world)
-    check_counts(path, wanted)
     if isinstance(run.head, ShardedHead):
         run.head.step = manifest.step  # seeds sampling and rounding
         run.head.computed_by = manifest.head.computed_by

@@ -15,7 +15,6 @@ import random
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from plsc.checkpoint.manifest import (
     bytes_of,
     parse_manifest,
 )
-from plsc.checkpoint.save import Tensors, class_name_tensors, info_of, local_of
+from plsc.checkpoint.save import class_name_tensors, info_of
 from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
@@ -177,19 +176,6 @@ def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
             f"{expected}; use the network and optimizer that were saved, or load only the weights with "
             "model.pretrained"
         )
-
-
-def check_counts(path: Path, tensors: Tensors) -> None:
-    """Raise CheckpointError for invalid step counts: Adam and its variants compute powers with them."""
-    for role, value in tensors.items():
-        tensor = local_of(value)
-        if role.kind == OPTIMIZER and role.name == "step" and tensor.numel() == 1:
-            count = float(tensor)
-            if not 0 <= count < math.inf:
-                raise CheckpointError(
-                    f"{path}: the optimizer's step count {role.key} is {count}, expected a finite number of "
-                    "at least 0; choose another checkpoint"
-                )
 
 
 _COUNTS = ("step", "mu_product")  # scalars that torch usually keeps on the CPU

@@ -13,10 +13,8 @@ from plsc.errors import CheckpointError, OptionError, TrainingError
 from plsc.optim import OPTIMIZERS
 from plsc.parallel.world import World
 from plsc.train.callbacks import Callback, UserParts
-from plsc.train.snapshot import check_counts
 from tests.images import write_dataset
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
-from tests.roles import role_of_key
 
 WORLD = World.single()
 
@@ -301,6 +299,3 @@ def test_states_that_are_missing_or_no_counts_are_refused(dataset, tmp_path):
     more = {"optim__optimizer_arguments": {"amsgrad": True}}
     with pytest.raises(CheckpointError, match=r"max_exp_avg_sq\.backbone.* missing"):
         train(options_of(dataset, tmp_path / "b", **again, **more), WORLD)
-    key = "optimizer.step.backbone.fc.weight"
-    with pytest.raises(CheckpointError, match=r"step count .*fc\.weight is -1\.0, expected a finite number"):
-        check_counts(tmp_path, {role_of_key(key): torch.tensor(-1.0)})
