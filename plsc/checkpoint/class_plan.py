@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -215,14 +215,6 @@ Change = Callable[[int, np.ndarray], None]
 """Change a piece in place. Arguments: index of its first new class, and its bytes, uint8 [n, row_bytes]."""
 
 
-class Directions(Protocol):
-    """Vectors [n, D] that can be sliced, such as an array or a memory map."""
-
-    shape: tuple[int, ...]
-
-    def __getitem__(self, rows: slice) -> np.ndarray: ...
-
-
 def rows_of(
     tensor: StoredTensor, plan: Plan, start: int, stop: int, changes: tuple[Change, ...] = ()
 ) -> Chunks:
@@ -256,31 +248,6 @@ def initialise_new(weight: StoredTensor, plan: Plan, seed: int) -> Change:
             out[begin - first * centers : end - first * centers] = _rows_as_bytes(drawn)
 
     return draw
-
-
-def set_directions(weight: StoredTensor, plan: Plan, directions: Directions) -> Change:
-    """Return a change that sets the first row of each new class to its direction times the mean old norm.
-
-    The change raises DataError for a direction that is zero or not finite.
-    """
-    kept = plan.after - plan.added
-    length = _mean_length(weight)
-
-    def point(first: int, rows: np.ndarray) -> None:
-        low = max(first, kept)
-        if low >= first + len(rows):
-            return
-        given = np.array(directions[low - kept : first + len(rows) - kept])  # no view of a file
-        wanted = torch.from_numpy(given).double()
-        norm = wanted.norm(dim=1, keepdim=True)
-        wrong = (~(norm.isfinite() & (norm > 0)))[:, 0].nonzero()
-        if len(wrong):
-            number, value = low + int(wrong[0]), float(norm[wrong[0, 0]])
-            raise DataError(f"the direction of new class {number} has the norm {value}; expected more than 0")
-        values = _rows_as_bytes(_stored(weight, wanted / norm * length))
-        rows[low - first :, : values.shape[1]] = values  # sets the first sub-centre
-
-    return point
 
 
 def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
@@ -318,15 +285,6 @@ def average_merged(tensor: StoredTensor, plan: Plan) -> Change:
         rows[targets - first] = _rows_as_bytes(_stored(tensor, mean))
 
     return average
-
-
-def _mean_length(weight: StoredTensor) -> float:
-    total = 0.0
-    for first in range(0, weight.shape[0], weight.rows_per_piece):
-        rows = weight.values(np.arange(first, min(weight.shape[0], first + weight.rows_per_piece)))
-        total += float(_finite(weight, rows).norm(dim=-1).sum())
-    mean = total / (weight.shape[0] * (weight.shape[1] if len(weight.shape) == 3 else 1))
-    return mean or 1.0
 
 
 def _finite(tensor: StoredTensor, values: Tensor) -> Tensor:

@@ -12,20 +12,16 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
-import numpy as np
 from torch import Tensor
 
 from plsc.checkpoint.class_plan import (
     Change,
     ClassNumbers,
-    Directions,
     Plan,
     average_merged,
-    dimension_of,
     initialise_new,
     make_plan,
     rows_of,
-    set_directions,
 )
 from plsc.checkpoint.load import (
     OpenCheckpoint,
@@ -46,8 +42,7 @@ from plsc.checkpoint.manifest import (
     tensor_chunks,
 )
 from plsc.checkpoint.save import check_destination, class_name_tensors, info_of, write_shards
-from plsc.data.class_names import ClassNames
-from plsc.errors import CheckpointError, DataError, OptionError
+from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.collectives import class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
@@ -67,8 +62,6 @@ def change_classes(
     drop: ClassNumbers | None = None,
     merge: ClassNumbers | None = None,
     reorder: ClassNumbers | None = None,
-    directions: Directions | None = None,
-    names: ClassNames | None = None,
 ) -> Manifest:
     """Write the checkpoint `source` with changed classes to `destination`; return the new manifest.
 
@@ -78,15 +71,12 @@ def change_classes(
     ``classes.tsv`` with a line ``old<TAB>new`` per remaining class.
 
     Args:
-        grow: number of classes to append. Their optimizer state is zero.
+        grow: number of classes to append, initialised as in a new head. Their optimizer state is zero.
         drop: classes to remove. The others are renumbered densely, in their order.
         merge: pairs (from, to) of classes; each `from` is merged into `to`, which keeps its optimizer state.
             Its row becomes the mean of the normalised rows, scaled to their mean norm; sub-centres are kept.
             The others are renumbered densely, in their order.
         reorder: for each new class 0, 1, ... its old number; every class once.
-        directions: [grow, D]: directions of the new rows, scaled to the mean norm of the old rows. With
-            sub-centres they set the first one. Without it, new rows are initialised as in a new head.
-        names: [grow] class names of the new classes, for a checkpoint that has class names.
 
     Raises:
         OptionError: an argument is invalid.
@@ -106,9 +96,9 @@ def change_classes(
     classes = manifest.head.class_num
     moved = _with_class_rows(old, manifest)
     plan = make_plan(given[0], classes, wanted[given[0]])
-    changes = _changes(opened, plan, directions)
+    changes = _changes(opened, plan)
     check_checksums(old, manifest, sorted(manifest.files))
-    named = _new_names(old, manifest, plan, names)
+    named = _new_names(old, manifest, plan)
     tensors = _new_tensors(manifest, plan, moved)
     tensors |= {role.key: info_of(role, tensor) for role, tensor in named.items()}
     replaced = {role.key: tensor for role, tensor in named.items()}
@@ -149,21 +139,12 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
     return keys
 
 
-def _changes(
-    opened: OpenCheckpoint, plan: Plan, directions: Directions | None
-) -> dict[str, tuple[Change, ...]]:
+def _changes(opened: OpenCheckpoint, plan: Plan) -> dict[str, tuple[Change, ...]]:
     """Return the changes to tensors other than moving rows, by key."""
     weight = opened.tensors[_WEIGHT]
-    wanted = (plan.added, dimension_of(weight))
-    if directions is not None and tuple(directions.shape) != wanted:
-        raise OptionError(
-            f"directions have the shape {list(directions.shape)}; expected {list(wanted)}, one per new class"
-        )
     changes: dict[str, tuple[Change, ...]] = {}
     if plan.added:
         changes[_WEIGHT] = (initialise_new(weight, plan, _seed(opened.manifest)),)
-        if directions is not None:
-            changes[_WEIGHT] += (set_directions(weight, plan, directions),)
     if plan.what == "merge" and len(weight.shape) == 2:
         for key in {_WEIGHT, _BIAS} & opened.tensors.keys():
             changes[key] = (average_merged(opened.tensors[key], plan),)
@@ -184,21 +165,10 @@ def _seed(manifest: Manifest) -> int:
     return hash_key(seed, changes) if changes else seed
 
 
-def _new_names(folder: Path, manifest: Manifest, plan: Plan, added: ClassNames | None) -> dict[Role, Tensor]:
-    """Return the tensors of class names, if the checkpoint has some; added: names of the new classes."""
+def _new_names(folder: Path, manifest: Manifest, plan: Plan) -> dict[Role, Tensor]:
+    """Return the tensors of class names, if the checkpoint has some; new classes have no names."""
     names = read_class_names(folder, manifest)
-    if names is None:
-        return {}
-    names = names.take(plan.sources(0, plan.after))
-    if added is not None:
-        known = names.numbers_of(added)
-        if (known >= 0).any():
-            number = int(known.max())
-            raise DataError(
-                f"the new class '{names[number]}' is already class {number} of {folder}; remove it"
-            )
-        names = names.with_names(added, np.arange(plan.after - plan.added, plan.after))
-    return class_name_tensors(names)
+    return {} if names is None else class_name_tensors(names.take(plan.sources(0, plan.after)))
 
 
 def _new_tensors(manifest: Manifest, plan: Plan, moved: set[str]) -> dict[str, TensorInfo]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
-from plsc.errors import OptionError
+from plsc.config import all_options
+from plsc.names import names_code
 
 
 def run_list(folder: str) -> None:
@@ -52,22 +55,36 @@ def run_push(source: str, url: str) -> None:
     print(f"uploaded {len(sent)} checkpoint(s){': ' * bool(sent)}{printable(', '.join(sent))}")
 
 
-def run_classes(source: str, destination: str, images: str | None, model: str | None, **given: Any) -> None:
+def run_classes(source: str, destination: str, **given: Any) -> None:
     """Write a checkpoint with other classes, and print the number of classes."""
     from plsc.checkpoint.classes import MAP_NAME, change_classes
 
-    if images is None:
-        manifest = change_classes(source, destination, **given)
-    else:
-        from plsc.predict.class_weights import grow_from_images
-
-        others = [name for name in ("drop", "merge", "reorder") if given[name] is not None]
-        if given["grow"] is None or others:
-            raise OptionError("--images can only be used with --grow; remove the other flags or --images")
-        manifest = grow_from_images(source, destination, given["grow"], images, model)
+    manifest = change_classes(source, destination, **given)
     change = manifest.lineage[-1]
     where = f"; labels: {destination}/{MAP_NAME}" if change["what"] != "grow" else ""
     print(f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}")
+    print(_training_from(destination, manifest.options))
+
+
+def _training_from(checkpoint: str, saved: Mapping[str, Any]) -> str:
+    """Return what to do next: the command that trains the network and head from these weights on."""
+    words, left = ["plsc", "train", "--model.pretrained", checkpoint], []
+    for spec in all_options():
+        value, default = saved.get(spec.group, {}).get(spec.name), spec.default
+        is_wanted = spec.decides == "model" or spec.group == "head" or spec.path == "data.dataset_dir"
+        is_default = value in (None, list(default) if isinstance(default, tuple) else default)
+        if not is_wanted or is_default or spec.path == "head.class_num":
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        is_code = names_code(value) and spec.path != "data.dataset_dir"
+        if is_code or not text.isprintable():  # people run what is printed here
+            left.append(spec.path)
+        elif spec.kind is bool:
+            words.append(f"--{spec.path}" if value else f"--no-{spec.path}")
+        else:
+            words += [f"--{spec.path}", text]
+    note = f", and with {', '.join(left)}, which may be code of others" if left else ""
+    return f"Next, with a schedule of its own{note}:\n{shlex.join(words)}"
 
 
 def run_copy(source: str, destination: str, weights_file: str) -> None:
@@ -146,14 +163,6 @@ GROUP = Group(
                 word("source", "the checkpoint, which is unchanged"),
                 word("destination", "the checkpoint to write"),
                 Argument("grow", int, None, "number of new classes to add after the existing ones"),
-                Argument(
-                    "images",
-                    str,
-                    None,
-                    "with --grow: dataset of the new classes, from which their weights are computed; class "
-                    "folders are at the depth of those that the checkpoint was trained on",
-                ),
-                Argument("model", str, None, "with --images: class of a custom network, as module:Class"),
                 Argument("drop", str, None, "file of classes to drop, one per line"),
                 Argument("merge", str, None, "file of classes to merge, in lines 'from to'"),
                 Argument("reorder", str, None, "file of all classes in their new order, one per line"),

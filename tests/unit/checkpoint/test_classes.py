@@ -153,24 +153,6 @@ def test_the_lineage_has_each_change_and_new_rows_never_repeat(small):
     assert not (folder.parent / "c/classes.tsv").exists()
 
 
-def test_new_rows_point_along_given_directions(small):
-    folder, tensors = small
-    wanted = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)) * 100
-    change_classes(folder, folder.parent / "b", grow=4, directions=wanted.numpy())
-    _, found = load_all(folder.parent / "b")
-    new = found["head.weight"][10:]
-    assert torch.allclose(torch.nn.functional.cosine_similarity(new, wanted), torch.ones(4))
-    length = tensors["head.weight"].norm(dim=1).mean()
-    assert torch.allclose(new.norm(dim=1), length.expand(4), rtol=1e-5)
-    assert not found["rows.weight.exp_avg"][10:].any()
-    for bad in (np.zeros((4, 6)), np.full((4, 6), np.nan)):
-        with pytest.raises(DataError, match="direction of new class 10"):
-            change_classes(folder, folder.parent / "c", grow=4, directions=bad)
-    with pytest.raises(OptionError, match=r"\[4, 6\]"):
-        change_classes(folder, folder.parent / "c", grow=4, directions=np.ones((4, 5)))
-    assert not (folder.parent / "c").exists()
-
-
 def test_a_merged_class_keeps_its_row_if_the_directions_cancel(tmp_path):
     rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
     rows[4] = -3 * rows[1]
@@ -229,7 +211,6 @@ def test_invalid_arguments_are_refused(small, tmp_path):
         ("grow and drop", {"grow": 1, "drop": [1]}),
         ("grow", {"grow": 0}),
         ("merge:1", {"merge": [[1, 2, 3], [4, 5, 0]]}),
-        ("new class", {"drop": [1], "directions": np.ones((1, 6))}),
         ("number", {"drop": [1.5]}),
         ("number", {"drop": np.array([2**63], np.uint64)}),
         ("pipe", {"drop": tmp_path / "pipe"}),
