@@ -251,15 +251,9 @@ class Entry(OriginalSetters):
             every: call it only in every n-th step; for events of a step.
             layers: names of modules whose outputs the function reads by ``context.layer_output(name)``.
         """
-        if isinstance(callback, Callback):
-            self._callbacks.append(callback)
-        elif callable(callback) and not isinstance(callback, type) and event is not None:
-            self._callbacks.append(FunctionCallback(callback, event, every, layers))
-        else:
-            raise OptionError(
-                f"the callback is {callback!r}, event {event!r}; expected an instance of plsc.Callback, or a "
-                "function and the name of an event"
-            )
+        if not isinstance(callback, Callback):
+            callback = FunctionCallback(callback, event, every, layers)
+        self._callbacks.append(callback)
 
     def set_loggers(self, *loggers: str | Sequence[str] | Logger) -> None:
         """Choose where metrics are written, by ``train.loggers`` and by loggers of your own.

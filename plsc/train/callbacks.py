@@ -161,10 +161,13 @@ class FunctionCallback(Callback):
     """Call a function ``f(context)`` at one event."""
 
     def __init__(
-        self, function: Callable[[Context], None], event: str, every: int, layers: Sequence[str]
+        self, function: Callable[[Context], None], event: str | None, every: int, layers: Sequence[str]
     ) -> None:
-        if event not in EVENTS:
-            raise OptionError(f"there is no event {event!r}; {suggest(event, EVENTS)}")
+        if event is None or event not in EVENTS:
+            raise OptionError(
+                f"the callback {function!r} is no instance of plsc.Callback, and its event is {event!r}; "
+                f"{suggest(str(event), EVENTS)}"
+            )
         self.every, self.layers = every, tuple(layers)
         setattr(self, event, function)
 
@@ -472,10 +475,8 @@ class EarlyStopping(Callback):
     def __init__(
         self, metric: str, patience: int = 3, mode: str | None = None, min_delta: float = 0.0
     ) -> None:
-        if mode not in (None, "max", "min"):
-            raise OptionError(f"mode is {mode!r}; expected 'max' or 'min'")
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self._sign = 1 if (mode or ("min" if "loss" in metric else "max")) == "max" else -1
+        self._sign = {"max": 1, "min": -1}[mode or ("min" if "loss" in metric else "max")]
         self._best = -math.inf
         self._epochs = 0
 

@@ -134,8 +134,8 @@ def test_new_classes_are_trained_beside_the_old_ones(trained, tmp_path):
     # More classes only add to the denominator, but the learnt weights are kept.
     assert undisturbed[0] < old_only[0] < undisturbed[0] + 1
 
-    both, last = train(every, tmp_path / "c", EPOCHS + 2, tmp_path / "random")
-    assert both[-1] < both[0]
+    both, last = train(every, tmp_path / "c", 3 * EPOCHS, tmp_path / "random")
+    assert both[-1] < both[1]  # the first step turns new class weights far: their norm is small
     assert read_manifest(last).lineage[0]["what"] == "grow"
 
 
