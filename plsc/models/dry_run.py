@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,9 +25,7 @@ def blank_input(model: nn.Module, image_shape: tuple[int, ...]) -> Input:
     return torch.zeros((2, *image_shape), device=device, dtype=dtype)
 
 
-def dry_run(
-    model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False, is_train: bool = False
-) -> Any:
+def dry_run(model: nn.Module, image_shape: tuple[int, ...], *, with_graph: bool = False) -> Any:
     """Return a network's output for `blank_input`; in evaluation mode, without side effects.
 
     Raises:
@@ -45,7 +42,7 @@ def dry_run(
     else:
         refused = refusing(f"{name} fails for its example_input", "change the network or example_input")
     with evaluating(model), torch.random.fork_rng(devices=[]), graph, refused:
-        return model.train(is_train)(input)
+        return model(input)
 
 
 def check_model(model: nn.Module, image_shape: tuple[int, ...], emb_size: int) -> None:
@@ -85,24 +82,6 @@ def _check_no_new_parameters(model: nn.Module, image_shape: tuple[int, ...]) -> 
         f"{type(model).__name__} {what} (shape {list(parameter.shape)}), so it is never trained; create the "
         "layer in __init__, as an attribute or in an nn.ModuleList"
     )
-
-
-def never_used(model: nn.Module, image_shape: tuple[int, ...]) -> list[str]:
-    """Return the trainable parameters that the output uses neither in evaluation nor in training mode."""
-
-    def idle(is_train: bool) -> set[str]:
-        output = dry_run(model, image_shape, with_graph=True, is_train=is_train)
-        used = {id(leaf) for leaf in _leaves(output)}
-        return {name for name, p in model.named_parameters() if p.requires_grad and id(p) not in used}
-
-    found = idle(False)
-    if found:
-        before = [(buffer, buffer.clone()) for buffer in model.buffers()]  # running statistics
-        with contextlib.suppress(OptionError):  # it may need labels
-            found &= idle(True)
-        for buffer, value in before:
-            buffer.data.copy_(value)
-    return sorted(found)
 
 
 def _leaves(output: Tensor) -> Iterator[Tensor]:

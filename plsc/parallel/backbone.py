@@ -8,7 +8,7 @@ the GLOBAL batch.
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,31 +17,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from plsc.errors import TrainingError
 from plsc.parallel.collectives import gather_rows, gather_sizes
 from plsc.parallel.world import World
 
 
-def sum_gradients(
-    network: nn.Module, world: World, bucket_mb: float = 25.0, never_used: Collection[nn.Parameter] = ()
-) -> nn.Module:
+def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> nn.Module:
     """Wrap a network in DDP so that backward() SUMS the gradients over the ranks.
 
-    A step in which this rank uses all parameters does not wait for the device.
+    A step in which this rank uses all parameters does not wait for the device; in any other, DDP waits to
+    read which ones the other ranks used.
 
-    bucket_mb: size of a gradient bucket in MiB. never_used: parameters without gradients; should one of
-    them get a gradient, `check_never_used` raises an error.
+    bucket_mb: size of a gradient bucket in MiB.
     """
     if world.size == 1:
         return network
-    trained = {name: p for name, p in network.named_parameters() if p.requires_grad}
-    idle = {name: p for name, p in trained.items() if any(p is one for one in never_used)}
-    trained = {name: p for name, p in trained.items() if name not in idle}
-    _broadcast([*idle.values()] if trained else [*network.parameters(), *network.buffers()], world)
-    if not trained:
+    if not any(p.requires_grad for p in network.parameters()):
+        _broadcast([*network.parameters(), *network.buffers()], world)
         return network
-    # In each step without one of its parameters, DDP waits to read which ones the other ranks used.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, list(idle))
     _silence(world)
     # Buffers are synchronised before evaluation and saving instead of in each step. torch 2.15 renamed the
     # option.
@@ -60,7 +52,6 @@ def sum_gradients(
         **options,
     )
     wrapped.register_comm_hook(world.backbone_group, _sum_bucket)
-    wrapped.idle = idle  # type: ignore[assignment]
     # DDP's backward finds the wrapper by a weak reference, of which Python has one per object. If only the
     # graph holds it, a garbage collection in another thread can clear it during backward, which then fails:
     # torch's traversal of the graph is not synchronised with the autograd engine.
@@ -71,16 +62,6 @@ def sum_gradients(
 def no_gradient_sync(forward: nn.Module) -> AbstractContextManager[None]:
     """Context manager for micro-batches: backward() accumulates gradients without summing over all ranks."""
     return forward.no_sync() if isinstance(forward, DistributedDataParallel) else nullcontext()
-
-
-def check_never_used(forward: nn.Module) -> None:
-    """Raise TrainingError if a parameter that the network used in no dry run has a gradient."""
-    for name, parameter in getattr(forward, "idle", {}).items():
-        if parameter.grad is not None:
-            raise TrainingError(
-                f"the network uses the parameter {name}, but it did not for blank images, so its gradient is "
-                "not summed over the ranks; use it in every step, such as with a factor of 0"
-            )
 
 
 class _WithPythonWarnings(torch.autograd.Function):

@@ -59,7 +59,7 @@ from plsc.models.base_model import (
     unfreeze,
     unwrap,
 )
-from plsc.models.dry_run import choose_memory_format, never_used
+from plsc.models.dry_run import choose_memory_format
 from plsc.models.precision import LossScaler, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
 from plsc.models.sync_batch_norm import SampleNumbers, synchronise_batch_norm, use_sample_dropout
@@ -204,9 +204,7 @@ def open_targets(
     return targets
 
 
-def distribute_backbone(
-    network: BaseModel, world: World, image_shape: tuple[int, ...], compiled_sizes: Collection[int] = ()
-) -> nn.Module:
+def distribute_backbone(network: BaseModel, world: World, compiled_sizes: Collection[int] = ()) -> nn.Module:
     """Return the network wrapped for training: its backward() sums the gradients of all ranks; a collective.
 
     compiled_sizes: compile it for micro-batches of these sizes, if there are any.
@@ -216,9 +214,7 @@ def distribute_backbone(
         trained = CompiledNetwork(network, compiled_sizes)
         if world.is_main:
             logger.info("compiling the network: the first step may take minutes")
-    names = never_used(network, image_shape) if world.size > 1 else []
-    idle = [network.get_parameter(name) for name in world.broadcast_object(names)]
-    return sum_gradients(trained, world, never_used=idle)
+    return sum_gradients(trained, world)
 
 
 def training_mode(mode: str, device: torch.device) -> str:

@@ -270,7 +270,7 @@ def build_run(
     # A smaller last batch is not compiled: each size takes minutes.
     local = split_sizes(global_batch, world.size)[world.rank]
     sizes = {*split_sizes(local, options.train.micro_batches)} - {0} if options.speed.compile else set()
-    trained_network = distribute_backbone(network, world, options.model.image_shape, sizes)
+    trained_network = distribute_backbone(network, world, sizes)
     # A torch.optim optimizer for the backbone; the row optimizer gets its learning rate here too.
     optimizer, base_rate = build_updates(options, network, assignment, head, rows, user.optimizer)
     optim = options.optim

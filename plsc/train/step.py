@@ -25,7 +25,7 @@ from plsc.heads.base import join_outputs
 from plsc.inputs import Input, split_input, split_sizes
 from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
 from plsc.optim import set_rates, sparse_parameters
-from plsc.parallel.backbone import check_never_used, gradient_values, no_gradient_sync
+from plsc.parallel.backbone import gradient_values, no_gradient_sync
 from plsc.parallel.collectives import Arriving, max_over_ranks, span
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
@@ -82,7 +82,6 @@ class Step:
             self._before.take()
         with run.callbacks.keeping_outputs(run):
             output = self._forward_backward(batch, sizes, is_logged)
-        check_never_used(run.trained_network)
         if self._is_first:
             self._is_first = False
             run.world.log(idle_parameters(run.network), logging.WARNING)
