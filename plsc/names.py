@@ -26,12 +26,11 @@ NETWORKS = (
 """Of plsc/models/__init__.py."""
 
 MARGINS = (
-    "softmax", "normface", "arcface", "cosface", "sphereface", "combined", "adaface", "magface",
-    "curricularface",
+    "softmax", "arcface", "cosface", "sphereface", "combined", "adaface", "magface", "curricularface",
 )  # fmt: skip
 """Of plsc/heads/margins.py."""
 
-NO_MARGIN = ("softmax", "normface")
+NO_MARGIN = ("softmax",)
 """Those without an argument named margin, margins or margin_range."""
 
 LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + MARGINS

@@ -25,7 +25,6 @@ from plsc.heads.margins import (
     CurricularFace,
     MagFace,
     Margin,
-    NormFace,
     Softmax,
     SphereFace,
 )
@@ -85,12 +84,9 @@ def _full_logits(
         assert bias is not None
         return softmax_logits(embeddings, weight, bias)
     c = cosines(embeddings, weight)
-    if isinstance(m, NormFace):
-        return m.scale * c
     target, norms, others = _target(c, labels), embeddings.norm(dim=1), c
     if isinstance(m, ArcFace):
         psi = arcface(target, of_label, m.easy_margin)
-        psi = target + (psi - target).detach() if m.straight_through else psi
     elif isinstance(m, CosFace):
         psi = c.gather(1, labels[:, None])[:, 0] - of_label  # Wang et al. 2018, eq. 4
     elif isinstance(m, SphereFace):

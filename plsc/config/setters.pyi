@@ -41,9 +41,9 @@ class Setters:
         """
 
     def set_loss_type(self, loss_type: str, **arguments: Any) -> None:
-        """Set ``head.loss_type``: loss: softmax, normface, arcface, cosface, sphereface, combined,
-        adaface, magface, curricularface; with the prefix dist_, class weights are sharded, else
-        replicated. Default: 'dist_arcface'.
+        """Set ``head.loss_type``: loss: softmax, arcface, cosface, sphereface, combined, adaface, magface,
+        curricularface; with the prefix dist_, class weights are sharded, else replicated. Default:
+        'dist_arcface'.
         """
 
     def set_margin(self, margin: float | None) -> None:

@@ -155,48 +155,27 @@ class Softmax(Margin):
         return cosine
 
 
-class NormFace(Margin):
-    """psi = c: the softmax of scaled cosines (Wang et al. 2017, "NormFace"; Deng et al. 2019, eq. 2)."""
-
-    name = "normface"
-
-    def __init__(self, scale: float | str = 64.0) -> None:
-        super().__init__(scale)
-
-    def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
-        """Return c."""
-        return cosine
-
-
 class ArcFace(Margin):
     """psi = cos(acos(c) + m) (Deng et al. 2019, "ArcFace", eq. 3).
 
     Where acos(c) + m exceeds pi, psi = c - m sin m, as in the authors' code. margin: m, radians in
-    [0, pi/2]. easy_margin: psi = c wherever c <= 0. straight_through: use slope 1 for psi in backward(), as
-    some published implementations do; the loss is the same.
+    [0, pi/2]. easy_margin: psi = c wherever c <= 0.
     """
 
     name = "arcface"
 
-    def __init__(
-        self,
-        scale: float | str = 64.0,
-        margin: float = 0.5,
-        easy_margin: bool = False,
-        straight_through: bool = False,
-    ) -> None:
+    def __init__(self, scale: float | str = 64.0, margin: float = 0.5, easy_margin: bool = False) -> None:
         super().__init__(scale)
         self.margin = self._number("margin", margin, 0, _RIGHT_ANGLE)
-        self.easy_margin, self.straight_through = easy_margin, straight_through
+        self.easy_margin = easy_margin
 
     def target(self, cosine: Tensor, norm: Tensor) -> Tensor:
         """Return psi."""
-        psi = add_angle(cosine, self.margin, self.easy_margin)
-        return cosine + (psi - cosine).detach() if self.straight_through else psi
+        return add_angle(cosine, self.margin, self.easy_margin)
 
 
 class CosFace(Margin):
-    """psi = c - m (Wang et al. 2018, "CosFace", eq. 4). margin: m in [0, 2]."""
+    """psi = c - m (Wang et al. 2018, "CosFace", eq. 4). margin: m in [0, 2]; 0: NormFace."""
 
     name = "cosface"
 
