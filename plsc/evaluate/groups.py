@@ -25,7 +25,6 @@ from plsc.evaluate.verification import FARS, lines_of, wilson_interval
 from plsc.storage.urls import shown
 
 ACROSS = "across groups"
-_FEWEST = 10  # same pairs, mated searches or queries; of different pairs and non-mated searches, 1 / FAR
 _COUNTED = {
     "TAR": "same pairs", "FAR": "different pairs", "TPIR": "mated searches", "FPIR": "non-mated searches",
     "rank-1": "mated searches",
@@ -60,7 +59,7 @@ class Groups:
 class GroupRates(Result):
     """Rates per group; tables: by title, group and rate, such as ``FAR 0.001``, ``men`` and ``TAR``.
 
-    A rate has a value and its 95% Wilson interval (None if there are no values), a count, and `too_few`.
+    A rate has a value and its 95% Wilson interval (None if there are no values), and a count.
     """
 
     tables: dict[str, dict[str, dict[str, dict[str, Any]]]]
@@ -68,26 +67,16 @@ class GroupRates(Result):
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {"tables": self.tables, "too_few": self.too_few(), "notes": list(self.notes)}
+        return {"tables": self.tables, "notes": list(self.notes)}
 
     def summary(self) -> str:
-        """Return a line per group for the log, of the last table, what has too few pairs, and the notes."""
+        """Return a line per group for the log, of the last table, and the notes."""
         title, table = list(self.tables.items())[-1]
         lines = [
             f"{group}: " + ", ".join(f"{rate} {_shown(found)}" for rate, found in rates.items())
             for group, rates in table.items()
         ]
-        return "\n  ".join([title, *lines, *self.too_few(), *self.notes])
-
-    def too_few(self) -> list[str]:
-        """Return the groups with too few pairs, searches or queries, per table and rate."""
-        few: dict[str, list[str]] = {}
-        for title, table in self.tables.items():
-            for group, rates in table.items():
-                for rate in (rate for rate, found in rates.items() if found["too_few"]):
-                    what = _COUNTED.get(rate, "queries").split()[-1]
-                    few.setdefault(f"{title}, {rate}: too few {what}", []).append(group)
-        return [f"{what}: {', '.join(groups)}" for what, groups in few.items()]
+        return "\n  ".join([title, *lines, *self.notes])
 
     def _choices(self) -> list[str]:
         return [
@@ -96,7 +85,6 @@ class GroupRates(Result):
             f"Pairs are of two images of the group, or {ACROSS}. Searches and queries are of images of the "
             "group, among the images of all groups.",
             "In brackets: 95% Wilson score intervals for independent values; conservative for means.",
-            *(f"{one}." for one in self.too_few()),
         ]
 
     def _tables(self) -> list[Table]:
@@ -116,11 +104,11 @@ def _shown(rate: Mapping[str, Any]) -> str:
     return f"{rate['value']:.6f} ({low:.6f} to {high:.6f}) of {rate['count']:,}"
 
 
-def _rate(total: float, count: int, fewest: int) -> dict[str, Any]:
+def _rate(total: float, count: int) -> dict[str, Any]:
     """Return a rate from the sum of values of 0..1, and their number."""
     interval = list(wilson_interval(total, count)) if count else None
     value = total / count if count else None
-    return {"value": value, "interval": interval, "count": count, "too_few": count < fewest}
+    return {"value": value, "interval": interval, "count": count}
 
 
 def read_groups(path: str, images: Sequence[Any]) -> Groups:
@@ -189,8 +177,8 @@ def rates_at(
     tables = {
         f"{false} {far:g}": {
             name: {
-                true: _rate(same[place], same[0], _FEWEST),
-                false: _rate(different[place], different[0], round(1 / far)),
+                true: _rate(same[place], same[0]),
+                false: _rate(different[place], different[0]),
             }
             for name, (different, same) in zip(names, reached, strict=False)
         }
@@ -231,7 +219,5 @@ def mean_rates(groups: Groups, values: Mapping[str, np.ndarray], title: str) -> 
     table = {}
     for number, name in enumerate(groups.names):
         own = groups.of == number
-        table[name] = {
-            rate: _rate(float(x[own].sum()), int(own.sum()), _FEWEST) for rate, x in values.items()
-        }
+        table[name] = {rate: _rate(float(x[own].sum()), int(own.sum())) for rate, x in values.items()}
     return GroupRates({title: table}, groups.notes)

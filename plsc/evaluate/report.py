@@ -72,10 +72,13 @@ class Result(ABC):
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.repr}  # type: ignore[arg-type]
         return {name: _value(value) for name, value in values.items()}
 
-    def section(self, name: str) -> Section:
-        """Return the section of a report; name: of the data, which is part of the names of the files."""
+    def section(self, name: str, choices: Sequence[str] = ()) -> Section:
+        """Return the section of a report.
+
+        name: of the data, which is part of the names of the files. choices: how the data were chosen.
+        """
         warning = self.warning()
-        choices = [*self._choices(), *([f"Warning: {warning}."] if warning else [])]
+        choices = [*choices, *self._choices(), *([f"Warning: {warning}."] if warning else [])]
         return Section(name, choices, self._tables(), self.as_dict(), self._pictures(name, stem_of(name)))
 
 

@@ -205,9 +205,9 @@ class Evaluator:
             gallery_labels = np.append(gallery_labels, np.full(len(others.labels), -1))
             choices.append(f"Distractors in the gallery: {others.place}, {len(others.labels):,} images.")
         result = identify(gallery, gallery_labels, embeddings, probe_labels, self.trained.world)
-        yield "identify", result, _section(result, "Identification", choices)
+        yield "identify", result, result.section("Identification", choices)
         if not isinstance(capacity, str):
-            yield "capacity", capacity, _section(capacity, "Capacity", choices[:1])
+            yield "capacity", capacity, capacity.section("Capacity", choices[:1])
         if groups is not None:
             is_mated = np.isin(probe_labels, gallery_labels[gallery_labels >= 0])
             yield _by_group("identify", search_rates(groups, is_mated, result))
@@ -235,7 +235,7 @@ class Evaluator:
         embeddings = self.trained.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.trained.world)
         choices = [f"Meta files: {data.templates}; images: {shown(str(protocol.images.root))}."]
-        yield "templates", result, _section(result, protocol.name, choices)
+        yield "templates", result, result.section(protocol.name, choices)
         if groups is not None:
             rates = template_rates(groups, protocol, result)
             yield from (_by_group(f"{protocol.name} {name}", found) for name, found in rates.items())
@@ -245,7 +245,7 @@ class Evaluator:
         images, groups, embeddings = self._embedded()
         result = retrieval(embeddings, images.labels, self.trained.world)
         choices = [f"Images: {images.place}."]
-        yield "retrieval", result, _section(result, base_name(images.place), choices)
+        yield "retrieval", result, result.section(base_name(images.place), choices)
         if groups is not None:
             queries = replace(groups, of=groups.of[result.is_query])
             values = dict(zip(RATES.values(), result.values.T, strict=True))
@@ -274,12 +274,6 @@ def open_dataset(trained: Trained, place: str | None) -> Dataset:
 
 def _by_group(name: str, rates: GroupRates) -> Outcome:
     return f"{name} groups", rates, rates.section(f"{name} groups")
-
-
-def _section(result: Result, title: str, choices: Sequence[str]) -> Section:
-    """Return the section of a result, with the choices of the data."""
-    section = result.section(title)
-    return replace(section, choices=[*choices, *section.choices])
 
 
 @dataclass(frozen=True)
