@@ -88,7 +88,6 @@ def assign_parameters(
     *,
     optimizer: str = "sgd",
     l1_decay: float = 0.0,
-    decay_norm_and_bias: bool = True,
 ) -> Assignment:
     """Assign the network's parameters to groups, without changing the network.
 
@@ -102,7 +101,6 @@ def assign_parameters(
         freeze: patterns of more parameters to freeze.
         optimizer: its name, or ``module:factory``.
         l1_decay: L1 decay of groups that set none.
-        decay_norm_and_bias: False: 1-dimensional parameters are decayed only by groups that say so.
 
     Raises:
         OptionError: a pattern that matches no parameter, or only parameters of earlier groups; or momentum or
@@ -129,30 +127,13 @@ def assign_parameters(
     kind = OPTIMIZERS.get(optimizer.lower())  # a factory decides itself
     assigned: list[tuple[list[str], Settings]] = []
     for names, settings in chosen:
-        trained = {name: named[name] for name in names if named[name].requires_grad}
-        for own_names, own in _split_by_decay(trained, settings, l1_decay, decay_norm_and_bias):
-            rows = [name for name in own_names if named[name] in sparse] if kind else []
-            assigned.append(([name for name in own_names if name not in rows], own))
-            if kind and rows:
-                assigned.append((rows, _settings_of_sparse(rows[0], own, kind)))
+        own = {**({L1_DECAY: l1_decay} if l1_decay else {}), **settings}
+        trained = [name for name in names if named[name].requires_grad]
+        rows = [name for name in trained if named[name] in sparse] if kind else []
+        assigned.append(([name for name in trained if name not in rows], own))
+        if kind and rows:
+            assigned.append((rows, _settings_of_sparse(rows[0], own, kind)))
     return Assignment(assigned, frozen)
-
-
-def _split_by_decay(
-    named: Mapping[str, nn.Parameter], settings: Settings, l1_decay: float, decay_norm_and_bias: bool
-) -> list[tuple[list[str], Settings]]:
-    """Return the group, split in two if 1-dimensional parameters are not decayed."""
-    own = dict(settings)
-    if l1_decay:
-        own.setdefault(L1_DECAY, l1_decay)
-    if decay_norm_and_bias:
-        return [(list(named), own)]
-    # A decay that the group sets itself applies to all its parameters.
-    decays = ("weight_decay", *([L1_DECAY] if l1_decay else []))
-    undecayed = {name: 0.0 for name in decays if name not in settings}
-    matrices = [name for name, parameter in named.items() if parameter.ndim > 1]
-    vectors = [name for name, parameter in named.items() if parameter.ndim <= 1]
-    return [(matrices, own), (vectors, {**own, **undecayed})]
 
 
 _OFF: Settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
@@ -502,18 +483,12 @@ def polynomial(first: int, last: int, power: float = 1.0, end: float = 0.0) -> S
     return lambda step: end + (1 - end) * (1 - _share(step, first, last)) ** power
 
 
-def cosine(first: int, last: int, end: float = 0.0, cycles: int = 1) -> Shape:
-    """Decay from base to base * end as half a cosine (Loshchilov and Hutter 2017), `cycles` times.
+def cosine(first: int, last: int, end: float = 0.0) -> Shape:
+    """Decay from base to base * end as half a cosine (Loshchilov and Hutter 2017).
 
-    The cycles have equal length; each starts at base (warm restarts). From `last` on the rate is constant.
+    From `last` on the rate is constant.
     """
-
-    def shape(step: int) -> float:
-        share = _share(step, first, last)
-        in_cycle = 1.0 if share == 1 else share * cycles % 1
-        return end + (1 - end) * (1 + math.cos(math.pi * in_cycle)) / 2
-
-    return shape
+    return lambda step: end + (1 - end) * (1 + math.cos(math.pi * _share(step, first, last))) / 2
 
 
 def custom(function: Callable[[int], float], name: str) -> Shape:

@@ -19,7 +19,6 @@ DRAWN = {
     "step (300, 600, 850)": {"name": "step", "boundaries": (300, 600, 850)},
     "polynomial, power 2": {"name": "polynomial", "power": 2.0},
     "cosine": "cosine",
-    "cosine, 3 cycles": {"name": "cosine", "cycles": 3},
     "constant": "constant",
 }
 

@@ -311,7 +311,7 @@ def arguments_of(factory: type, what: str) -> Check:
 
 
 def name_and_arguments(value: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Split a value such as ``cosine``, or ``{name: cosine, cycles: 2}``."""
+    """Split a value such as ``cosine``, or ``{name: cosine, end_factor: 0.1}``."""
     given = {"name": value} if isinstance(value, str) else dict(value)
     return str(given.pop("name", "")), given
 

@@ -211,6 +211,7 @@ _GONE: dict[str, Any] = {
     "head.keep_mb": 0.0,
     "head.kernels": "auto",
     "head.products": "auto",
+    "optim.decay_norm_and_bias": True,
     "optim.lr_decay_factor": 0.1,
     "optim.schedule_arguments": None,
     "optim.step_boundaries": [100000, 160000, 220000],

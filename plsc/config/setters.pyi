@@ -215,11 +215,6 @@ class Setters:
     def set_l1_decay(self, decay: float) -> None:
         """Set ``optim.l1_decay``: L1 decay of the network's parameters. Default: 0.0."""
 
-    def set_decay_norm_and_bias(self, decay: bool) -> None:
-        """Set ``optim.decay_norm_and_bias``: apply weight decay to biases, norm weights and PReLU slopes,
-        too. Default: True.
-        """
-
     def set_parameter_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Set ``optim.groups``: parameter groups: a list of mappings with pattern, lr_factor,
         weight_decay, l1_decay, frozen and optimizer arguments; add_parameter_group adds one. Default:
@@ -232,10 +227,9 @@ class Setters:
     def set_lr_schedule(self, schedule: str | dict[str, Any], **arguments: Any) -> None:
         """Set ``optim.schedule``: learning rate schedule: cosine, polynomial, step, constant, or
         'package.module:function'; or a mapping with name and arguments: steps (last step of the fall;
-        None: that of the run); end_factor (final learning rate, relative to lr); cycles (number of
-        cosine cycles (warm restarts)); power (power of the polynomial); boundaries (steps at which step
-        changes the learning rate); factor (factor of step at each of the boundaries). Default:
-        'cosine'.
+        None: that of the run); end_factor (final learning rate, relative to lr); power (power of the
+        polynomial); boundaries (steps at which step changes the learning rate); factor (factor of step
+        at each of the boundaries). Default: 'cosine'.
         """
 
     def set_warmup_steps(self, num: int | str | None) -> None:

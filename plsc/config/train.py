@@ -311,7 +311,6 @@ class ScheduleArguments:
 
     steps: int | None = declare(None, "last step of the fall; None: that of the run", check=at_least(1))
     end_factor: float = declare(0.0, "final learning rate, relative to lr", check=between(0, 1))
-    cycles: int = declare(1, "number of cosine cycles (warm restarts)", check=at_least(1))
     power: float = declare(1.0, "power of the polynomial", check=more_than(0))
     boundaries: tuple[int, ...] = declare(
         (100000, 160000, 220000), "steps at which step changes the learning rate", check=_increasing_steps
@@ -322,7 +321,7 @@ class ScheduleArguments:
 ACCEPTED = {
     "step": ("boundaries", "factor"),
     "polynomial": ("steps", "end_factor", "power"),
-    "cosine": ("steps", "end_factor", "cycles"),
+    "cosine": ("steps", "end_factor"),
 }
 """The arguments of each schedule; the others have none."""
 
@@ -400,11 +399,6 @@ class OptimOptions:
         needs=_NOT_ALL_OWN,
     )
     l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
-    decay_norm_and_bias: bool = of_run(
-        True,
-        "apply weight decay to biases, norm weights and PReLU slopes, too",
-        "set_decay_norm_and_bias(decay)",
-    )
     groups: tuple[dict[str, Any], ...] = of_run(
         (),
         "parameter groups: a list of mappings with pattern, lr_factor, weight_decay, l1_decay, frozen "

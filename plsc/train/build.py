@@ -140,7 +140,6 @@ def build_trained_network(
         optim.freeze,
         optimizer=optim.optimizer,
         l1_decay=optim.l1_decay,
-        decay_norm_and_bias=optim.decay_norm_and_bias,
     )
     if options.model.sync_batch_norm:
         synchronise_batch_norm(network, world.backbone_group, world.device)
@@ -459,7 +458,7 @@ def build_schedule(
         )
     end = arguments.end_factor
     if name == "cosine":
-        return Schedule(base, updates.cosine(warmup_steps, last, end, arguments.cycles), warmup_steps)
+        return Schedule(base, updates.cosine(warmup_steps, last, end), warmup_steps)
     return Schedule(base, updates.polynomial(warmup_steps, last, arguments.power, end), warmup_steps)
 
 

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "adamw, half decayed, in micro-batches": (Normalised, {
         # The statistics of batch norms would depend on micro-batches.
         "optim__optimizer": "adamw", "optim__freeze": ("stem", "conv.1"), "optim__lr": 0.05,
-        "optim__decay_norm_and_bias": False, "train__micro_batches": 2,
+        "optim__groups": ({"pattern": "*.bias", "weight_decay": 0.0},), "train__micro_batches": 2,
         "head__weight_decay": 0.1, "head__optimizer": "adamw",
     }),
     "adafactor, replicated": (Normalised, {

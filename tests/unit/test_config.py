@@ -89,7 +89,7 @@ def test_a_name_and_its_arguments_are_one_option_whose_arguments_are_checked():
     ins = Entry()
     for setter, path, name, good, wrong in (
         ("set_order", "data.order", "balanced", {"balance": 0.2}, {"balance": -3}),
-        ("set_lr_schedule", "optim.schedule", "cosine", {"cycles": 2}, {"power": 2}),
+        ("set_lr_schedule", "optim.schedule", "cosine", {"end_factor": 0.5}, {"power": 2}),
         ("set_lr_schedule", "optim.schedule", "step", {"factor": 0.5}, {"boundaries": (5, 5)}),
     ):
         getattr(ins, setter)(name, **good)
@@ -253,7 +253,10 @@ def test_flags_and_config_file_set_the_same_options_and_flags_win(tmp_path):
         "train.batch_size": 64, "train.epochs": 3, "model.image_shape": (1, 32, 32), "head.scale": "auto",
         "optim.schedule": {"name": "step", "boundaries": [10, 20]},
     }  # fmt: skip
-    assert options_from("--optim.schedule", "{name: cosine, cycles: 2}").optim.schedule["cycles"] == 2
+    assert (
+        options_from("--optim.schedule", "{name: cosine, end_factor: 0.5}").optim.schedule["end_factor"]
+        == 0.5
+    )
     assert options_from("--head.scale", "32").head.scale == 32
     assert options.origins["train.batch_size"] == "--train.batch_size"
     assert options.origins["train.epochs"] == f"{config}:3"

@@ -110,14 +110,14 @@ def falling(step, total_steps):
 
 KINDS = {
     "adamw": {
-        "optim__optimizer": "adamw", "optim__decay_norm_and_bias": False, "optim__freeze": ("norm",),
+        "optim__optimizer": "adamw", "optim__freeze": ("norm",),
         "optim__groups": ({"pattern": "fc", "lr_factor": 0.3, "weight_decay": 0.1, "eps": 1e-6},),
         "optim__l1_decay": 1e-3, "optim__schedule": f"{__name__}:falling", "optim__warmup_steps": 2,
         "head__weight_decay": 0.01,
     },
     "dense nadam": {
         "optim__optimizer": "nadam", "head__loss_type": "arcface", "head__lr_factor": 0.1,
-        "optim__schedule": {"name": "cosine", "cycles": 2}, "optim__clip_norm": 1.0,
+        "optim__schedule": {"name": "cosine", "end_factor": 0.1}, "optim__clip_norm": 1.0,
     },
     "factory": {
         "optim__optimizer": f"{__name__}:Adapting", "optim__optimizer_arguments": {"lr": 0.05},
