@@ -247,7 +247,8 @@ def _plan_backbone(options: Mapping[str, Any], ranks: int) -> PartPlan:
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         network = _build_fake(make, fake)
-        recompute_activations(network, config.memory.recompute)
+        if config.memory.recompute == "all":
+            recompute_activations(network)
         batch = -(-images // parts)
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         step = {"activations": _measure_activations(network, model.image_shape, mode, fake, batch)}

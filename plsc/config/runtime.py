@@ -133,21 +133,15 @@ class PrecisionOptions:
     )
 
 
-def _parts(text: str) -> str | None:
-    good = any(part.strip() for part in text.split(","))
-    return None if good else "none, all, or patterns of module names, separated by commas"
-
-
 @dataclass(frozen=True)
 class MemoryOptions:
     """Recomputation: less memory, more computation."""
 
     recompute: str = declare(
         "none",
-        "recomputation (activation checkpointing): none, all (every block), or patterns of module names such "
-        "as 'stages.0,stages.1.*'",
-        "set_recompute(names)",
-        _parts,
+        "recomputation (activation checkpointing): none, or all (every block)",
+        "set_recompute(blocks)",
+        one_of("none", "all"),
     )
 
 

@@ -342,9 +342,9 @@ class Setters:
         of test, and save nothing. Default: False.
         """
 
-    def set_recompute(self, names: str) -> None:
-        """Set ``memory.recompute``: recomputation (activation checkpointing): none, all (every block), or
-        patterns of module names such as 'stages.0,stages.1.*'. Default: 'none'.
+    def set_recompute(self, blocks: str) -> None:
+        """Set ``memory.recompute``: recomputation (activation checkpointing): none, or all (every block).
+        Default: 'none'.
         """
 
     def set_model_save_dir(self, directory: str) -> None:

@@ -10,73 +10,36 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plsc.errors import OptionError, did_you_mean
+from plsc.errors import OptionError
 from plsc.inputs import Input, first_tensor
 from plsc.models.base_model import ForwardWrapper
 from plsc.models.sync_batch_norm import SampleDropout, SampleNumbers
 from plsc.storage.urls import cache_folder
 
-NONE, ALL = "none", "all"
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def recompute_activations(network: nn.Module, names: str) -> list[str]:
-    """Recompute modules of a network in the backward pass, in place; return their names.
+def recompute_activations(network: nn.Module) -> None:
+    """Recompute the blocks of a network (`find_blocks`) in the backward pass, in place.
 
     Parameters, buffers and their names do not change. Call it once, after all changes of layers;
-    `plsc.models.base_model.unwrap` reverts it.
-
-    Args:
-        network: the network.
-        names: ``none``, ``all`` (all blocks, see `find_blocks`), or comma-separated patterns of module names,
-            in which ``*`` matches anything. Modules inside a matched module are skipped.
-
-    Raises:
-        OptionError: a pattern matches no module that has a forward, or there are no blocks.
+    `plsc.models.base_model.unwrap` reverts it. Raises OptionError if there are no blocks.
     """
-    chosen = select_modules(network, names)
-    for name in chosen:
+    blocks = find_blocks(network)
+    if not blocks:
+        raise OptionError(
+            f"memory.recompute is 'all', but {type(network).__name__} has no blocks; make them items of an "
+            "nn.Sequential or nn.ModuleList"
+        )
+    for name in blocks:
         module = network.get_submodule(name)
         module.forward = _Recomputed(module)
-    return chosen
-
-
-def select_modules(network: nn.Module, names: str) -> list[str]:
-    """Return the names of the modules that match, in network order; see `recompute_activations`."""
-    if names.strip() == NONE:
-        return []
-    parts = ", ".join(name for name, _ in network.named_children())
-    if names.strip() == ALL:
-        blocks = find_blocks(network)
-        if not blocks:
-            raise OptionError(
-                f"memory.recompute is 'all', but {type(network).__name__} has no list of blocks; "
-                f"give module names instead, such as {parts}"
-            )
-        return blocks
-    # A list has no forward; a pattern takes its items.
-    lists = (nn.ModuleList, nn.ModuleDict)
-    known = [name for name, module in network.named_modules() if name and not isinstance(module, lists)]
-    patterns = [pattern.strip() for pattern in names.split(",") if pattern.strip()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise OptionError(
-                f"memory.recompute has {pattern!r}, which matches no module of "
-                f"{type(network).__name__}{did_you_mean(pattern, known)}; its modules are {parts}"
-            )
-    chosen: list[str] = []
-    for name in known:
-        is_inside = any(name.startswith(f"{outer}.") for outer in chosen)
-        if not is_inside and any(fnmatchcase(name, pattern) for pattern in patterns):
-            chosen.append(name)
-    return chosen
 
 
 def find_blocks(network: nn.Module) -> list[str]:

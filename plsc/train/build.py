@@ -86,7 +86,7 @@ def check_combinations(options: Config, ranks: int, watches_layers: bool = False
         # Every batch norm would break the graph.
         "model.sync_batch_norm on several ranks": options.model.sync_batch_norm and ranks > 1,
         # torch.compile decides itself what is recomputed, and does not guarantee equal results.
-        "memory.recompute": options.memory.recompute.strip() != "none",
+        "memory.recompute": options.memory.recompute != "none",
         "train.deterministic": train.deterministic,
         # Compiled code does not call the layers, nor the modules in the lists.
         "callbacks that read layers, such as check_shape": own_tables or watches_layers,
@@ -146,7 +146,8 @@ def build_trained_network(
     freeze(network, assignment.frozen)
     samples = use_sample_dropout(network)
     apply_precision(network, options, world.device)
-    recompute_activations(network, options.memory.recompute)
+    if options.memory.recompute == "all":
+        recompute_activations(network)
     return network, assignment, samples
 
 

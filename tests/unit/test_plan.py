@@ -138,7 +138,8 @@ def test_stored_bytes_of_the_backbone_equal_those_of_real_tensors(name):
 def test_activations_are_within_15_percent_of_what_a_real_step_allocates(recompute, precision):
     network = build_model("SmallResNet", 64, (3, 32, 32)).train()
     use_torch_layers(network)
-    recompute_activations(network, recompute)
+    if recompute == "all":
+        recompute_activations(network)
 
     def real_step():
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):

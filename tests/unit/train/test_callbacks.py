@@ -247,7 +247,7 @@ def failure(dataset, folder, callback, **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"set_micro_batches": 2, "set_recompute": "block"},
+        {"set_micro_batches": 2, "set_recompute": "all"},
         {"set_optimizer": {"optimizer": "sgd", "foreach": False}},  # the loss is read before an update
     ],
     ids=str,

@@ -186,7 +186,7 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
     network, lists = Stages(), ["conv2d", "batch_norm", "exp"]
     first = {
         "precision__mode": "bfloat16", "precision__lists": {"custom_black_list": lists},
-        "optim__freeze": ("conv", "norm"), "memory__recompute": "conv,norm",
+        "optim__freeze": ("conv", "norm"),
     }  # fmt: skip
     assert two_steps(network, dataset, tmp_path, **first)[1] == [torch.float32] * 2
     assert [name for name, p in network.named_parameters() if p.requires_grad] == ["fc.weight"]
@@ -196,7 +196,7 @@ def test_a_network_of_ones_own_goes_through_a_second_run_as_if_there_had_been_no
             {"precision__mode": "bfloat16", "precision__lists": {"custom_black_list": ["batch_norm"]}},
             [torch.float32] * 2,
         ),
-        ({"memory__recompute": "conv"}, [torch.float32] * 2),
+        ({}, [torch.float32] * 2),
     ):
         fresh = Stages()
         fresh.load_state_dict(network.state_dict())
