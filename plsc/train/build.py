@@ -99,6 +99,8 @@ def check_combinations(options: Config, ranks: int, watches_layers: bool = False
     pairs["model.pretrained and a checkpoint to resume"] = is_resumed and "model.pretrained" in explicit
     has_class_margins = options.head.class_margins is not None
     pairs["head.margin and head.class_margins"] = has_class_margins and "head.margin" in explicit
+    loss = options.head.loss_type.removeprefix("dist_")
+    pairs[f"{loss} and head.class_margins"] = has_class_margins and "margin" not in margin_arguments(loss)
     total, product = train.global_batch_size, train.batch_size * ranks
     if total is not None:
         of_total = f"train.global_batch_size {total}"

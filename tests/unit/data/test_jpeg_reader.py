@@ -48,6 +48,5 @@ def test_pair_files_are_loaded_with_and_without_flip(tmp_path):
     (tmp_path / "bad.bin").write_bytes(pickle.dumps(([images[0], b"not an image"], [True])))
     with pytest.raises(DataError, match=r"image 1 of .*bad\.bin"):
         jpeg_reader.load_bin(tmp_path / "bad.bin", 16)
-    for names in ("gone", " , "):
-        with pytest.raises(DataError, match=r"names|gone"):
-            jpeg_reader.test(tmp_path, names)
+    with pytest.raises(DataError, match="gone"):
+        jpeg_reader.test(tmp_path, "gone")
