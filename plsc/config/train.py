@@ -221,7 +221,7 @@ def check_named_arguments(arguments: dict[str, Any]) -> str | None:
     Arguments that other options set are not valid.
     """
     if reserved := [name for name in arguments if name in RESERVED]:
-        return f"arguments other than {', '.join(reserved)}, which options of optim set or every run has"
+        return f"arguments other than {reserved}: see optim.lr and optim.weight_decay"
     return check_arguments(arguments)
 
 
