@@ -63,6 +63,28 @@ def run_classes(source: str, destination: str, **given: Any) -> None:
     change = manifest.lineage[-1]
     where = f"; labels: {destination}/{MAP_NAME}" if change["what"] != "grow" else ""
     print(f"wrote {destination}: {change['classes_after']} classes, {change['classes_before']} before{where}")
+    print(_training_from(destination, manifest.options))
+
+
+def _training_from(checkpoint: str, saved: Mapping[str, Any]) -> str:
+    """Return what to do next: the command that trains the network and head from these weights on."""
+    words, left = ["plsc", "train", "--model.pretrained", checkpoint], []
+    for spec in all_options():
+        value, default = saved.get(spec.group, {}).get(spec.name), spec.default
+        is_wanted = spec.decides == "model" or spec.group == "head" or spec.path == "data.dataset_dir"
+        is_default = value in (None, list(default) if isinstance(default, tuple) else default)
+        if not is_wanted or is_default or spec.path == "head.class_num":
+            continue
+        text = value if isinstance(value, str) else json.dumps(value)
+        is_code = names_code(value) and spec.path != "data.dataset_dir"
+        if is_code or not text.isprintable():  # people run what is printed here
+            left.append(spec.path)
+        elif spec.kind is bool:
+            words.append(f"--{spec.path}" if value else f"--no-{spec.path}")
+        else:
+            words += [f"--{spec.path}", text]
+    note = f", and with {', '.join(left)}, which may be code of others" if left else ""
+    return f"Next, with a schedule of its own{note}:\n{shlex.join(words)}"
 
 
 def run_copy(source: str, destination: str, weights_file: str) -> None:
