@@ -38,6 +38,10 @@ from plsc.inputs import Input
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
 
+# Labels that imply more classes than both limits are rejected as a likely typo.
+_MANY_CLASSES = 10_000
+_MUCH_EMPTIER = 10  # classes per image
+
 Loader = SourceLoader | ReaderLoader
 
 
@@ -282,14 +286,23 @@ def count_classes(
 
     class_num: as set by the user, or None. is_strict: a label out of range raises DataError.
     """
-    if not len(source):
+    count = len(source)
+    if not count:
         raise DataError("the dataset contains no samples; check data.dataset_dir")
     labels = source.labels()
-    class_num = class_num or max(int(labels.max()) + 1, least)
+    highest = int(labels.max())
+    largest = max(highest, least - 1)
+    if class_num is None and highest >= max(_MANY_CLASSES, _MUCH_EMPTIER * count, least):
+        where = source.name(int(labels.argmax()))
+        raise OptionError(
+            f"the label {largest} at {where} would mean {largest + 1:,} classes for {count:,} images, which "
+            f"is likely a typo; fix the label, or confirm with head.class_num {largest + 1}"
+        )
+    class_num = class_num or largest + 1
     if class_num < 2:
         raise OptionError(
-            f"all {len(source)} images have the same class, or head.class_num is 1; expected 2 or more "
-            "classes: is data.dataset_dir the right folder, not its parent?"
+            f"all {count} images have the same class, or head.class_num is 1; expected 2 or more classes: is "
+            "data.dataset_dir the right folder, not its parent?"
         )
     is_bad = (labels < 0) | (labels >= class_num)
     if is_strict or is_bad.all():

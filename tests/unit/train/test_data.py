@@ -13,6 +13,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 from plsc.config import Options
+from plsc.data.sources import TorchDatasetSource
 from plsc.data.writers import convert
 from plsc.errors import DataError, OptionError
 from plsc.machine import on_terminal
@@ -20,6 +21,7 @@ from plsc.parallel.world import World
 from plsc.train.build import open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.data import (
+    count_classes,
     open_labelled,
     open_training_data,
 )
@@ -231,3 +233,11 @@ def test_pairs_that_are_a_link_out_of_the_dataset_folder_are_not_read(tmp_path, 
     with pytest.raises(DataError, match="link that leaves") as caught:
         open_targets(options_of(folder, val_targets=name.removesuffix(".bin")), World.single(), None)
     assert "hunter2" not in str(caught.value)
+
+
+def test_a_label_that_makes_most_classes_empty_has_to_be_confirmed():
+    source = TorchDatasetSource([(b"x", label) for label in (0, 1, 2_900_000)])
+    with pytest.raises(OptionError, match="2900000"):
+        count_classes(source, None, True)
+    assert count_classes(source, 2_900_001, True)[0] == 2_900_001
+    assert count_classes(TorchDatasetSource([(b"x", 0)]), None, True, least=20_000)[0] == 20_000
