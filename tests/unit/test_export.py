@@ -393,7 +393,6 @@ def test_options_that_cannot_be_combined_are_refused(trained):
         ({"graph": "none", "unseen": "images"}, "unseen"),
         ({"layout": "trition"}, "'triton'"),
         ({"layout": "triton", "graph": "torch"}, "ONNX"),
-        ({"layout": "insightface"}, r"\[3, 112, 112\]"),
     ):
         with pytest.raises(OptionError, match=message):
             ins.convert_for_prediction(**given)
