@@ -102,6 +102,11 @@ def settle(
         path, manifest = checkpoint
         config = adopt(options, path, manifest, model, "run")
         saved: int = manifest.scalars.get("global_batch", 0)
+        if saved < ranks:  # 0: an imported checkpoint
+            raise OptionError(
+                f"{path} was trained with {saved} images per step, too few for {ranks} ranks; start fewer "
+                "ranks, or start from its weights with model.pretrained"
+            )
         _check_batch(path, saved // ranks, config.model.image_shape, config.adopted)
         train, explicit = config.train, config.explicit
         asked = [train.global_batch_size] if "train.global_batch_size" in explicit else []

@@ -30,12 +30,10 @@ def test_a_run_with_8_bit_class_weights_does_all_that_others_do(tmp_path):
     assert trained.isfinite().all()
     assert trained.norm(dim=1).min() > 0
 
-    change_classes(first, tmp_path / "grown", grow=2, directions=np.eye(8, dtype=np.float32)[:2])
+    change_classes(first, tmp_path / "grown", grow=2)
     change_classes(tmp_path / "grown", tmp_path / "merged", merge=np.array([[8, 0]]))
     grown = class_weights(tmp_path / "grown")
     assert torch.equal(grown[:7], trained)
-    length = trained.norm(dim=1).mean()
-    torch.testing.assert_close(grown[7:] / length, torch.eye(8)[:2], atol=0.01, rtol=0)
     unit = torch.nn.functional.normalize(grown)
     mean = torch.nn.functional.normalize(unit[0] + unit[8], dim=0)
     merged = torch.nn.functional.normalize(class_weights(tmp_path / "merged")[0], dim=0)

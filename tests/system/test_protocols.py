@@ -188,7 +188,7 @@ def test_identification_says_what_a_gallery_holds(checkpoint, faces, tmp_path):
         ({"protocol": "pairs", "output": "s3://a/b"}, OptionError, "local folder"),
         ({"protocol": "pairs", "pairs": "nothing.txt"}, DataError, "nothing.txt"),
         ({"protocol": "retrieval", "groups": "none.tsv"}, DataError, "none.tsv"),
-        ({"groups": "groups.tsv"}, OptionError, "groups"),
+        ({"groups": "groups.tsv"}, OptionError, "protocol"),
     ],
 )
 def test_wrong_arguments_are_errors_before_a_report_is_written(
