@@ -56,13 +56,10 @@ class Found:
     """Suspects, the most suspicious first.
 
     sure: probability that each is a fault, float [n]; 0 where the data cannot say. subjects: int64 [n, k].
-    low, high: interval of the number of all such faults of the dataset.
     """
 
     sure: np.ndarray
     subjects: np.ndarray
-    low: float = 0.0
-    high: float = 0.0
 
     def __iter__(self) -> Iterator[tuple[float, list[int]]]:
         return zip(self.sure.tolist(), self.subjects.tolist(), strict=True)
@@ -74,7 +71,6 @@ class Found:
         subjects: np.ndarray,
         right: Callable[[np.ndarray], np.ndarray],
         least: float = -np.inf,
-        bounds: tuple[float, float] = (0.0, 0.0),
     ) -> Found:
         """Keep those that are more likely faults than not, and the next 100.
 
@@ -88,7 +84,7 @@ class Found:
         share = np.where(ranked > least, 1 - np.diff(until, prepend=0.0), 0)
         sure = np.clip(_falling(share), 0, 1)
         kept = slice((sure >= LEAST_SURE).sum() + SHOWN)
-        return cls(sure[kept], subjects[order[kept]], *bounds)
+        return cls(sure[kept], subjects[order[kept]])
 
 
 def _tail(step: float, above: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -269,30 +265,20 @@ def wrong_labels(found: Labels) -> Found:
     Planted: random labels, and the most similar other class as the label. The tail of right images begins at
     0, and is measured below a quantile of the planted faults that are harder to find: the highest one below
     which faults are not many.
-
-    The number of faults is at least the excess above a level; and at most the number of subjects above it
-    over the share of planted faults above it, for the kind that is harder to find. Both are the tightest of
-    19 levels, with 95 % intervals of the counts.
     """
     rows = np.flatnonzero(~np.isnan(found.own))
     own, other, scores = found.own[rows], found.other[rows], found.scores()[rows]
     planted = [np.fmax(own, other) - found.random[rows], np.abs(own - other)]
     if not len(rows):
         return Found(np.empty(0), rows[:, None])
-    ascending, low, high = np.sort(scores), 0.0, 0.0
+    ascending = np.sort(scores)
     quantiles = (min(np.quantile(one, share) for one in planted) for share in (0.75, 0.5, 0.25, 0.1))
     steps = [max(float(value), 1e-6) / 2 for value in quantiles]
     above = [_above(ascending, np.array([0, step, 2 * step])) for step in steps]
     # Where none falls, the longest steps are the most cautious: short ones would be extrapolated far.
     place = next((k for k, (zero, one, two) in enumerate(above) if zero - one >= 2 * (one - two)), 0)
     right = _tail(steps[place], above[place])
-    for one in planted:
-        levels = np.quantile(one, np.linspace(0.05, 0.95, 19))
-        counts, shares = _above(ascending, levels), _above(np.sort(one), levels) / len(one)
-        excess = counts - right(levels) - 2 * np.sqrt(counts)
-        low = max(low, excess[levels > 0].max(initial=0))
-        high = max(high, ((counts + 2 * np.sqrt(counts) + 3) / shares).min())
-    return Found.of(scores, rows[:, None], right, 0.0, (float(low), float(min(max(low, high), len(rows)))))
+    return Found.of(scores, rows[:, None], right, 0.0)
 
 
 def sure_of_class(found: Labels, kept: np.ndarray, images: np.ndarray) -> np.ndarray:

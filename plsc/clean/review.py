@@ -134,7 +134,7 @@ def clean(
     """
     images = open_images(location, embeddings, **reading)
     proposals = Proposals(images)
-    judges, is_learned = _judges(images, embeddings)
+    judges = _judges(images, embeddings)
     views, labels, classes = images.views, images.labels, len(images.listing.classes)
     kept = np.ones(len(labels), bool)
     first = faults.compare_labels(views, labels, kept, classes)
@@ -154,22 +154,17 @@ def clean(
     share = np.mean(judged <= 0) if len(judged) else 0
     weak = " Many labels are wrong, or the network is too weak to find most faults."
     checkpoints = " and ".join(printable(one.index["model"]["checkpoint"]) for one in embeddings)
-    most = "more, if the network has learned them" if is_learned else f"{wrong.high:,.0f}"
     summary = [
         f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
         f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.8 else ''}",
-        f"Estimated number of wrong labels: {wrong.low:,.0f} to {most} (95 % interval).",
         f"Search for neighbours: measured recall {first.recall:.3f}.",
     ]
     return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals)
 
 
-def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, bool]:
-    """Return what the networks judge, and whether they may have learned it.
-
-    Raises DataError if they are exchanged, or one is missing.
-    """
+def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> str:
+    """Return what the networks judge. Raises DataError if they are exchanged, or one is missing."""
     warning, is_one = "", len(embeddings) == 1
     for number, one in enumerate(embeddings, 1):
         checkpoint = Path(one.index["model"]["checkpoint"])
@@ -189,8 +184,8 @@ def _judges(images: _Images, embeddings: Sequence[Embeddings]) -> tuple[str, boo
                 "(plsc data split --halves), and use both (plsc data clean --second)."
             )
     if not is_one:
-        return "Each network judges the half of the images that the other one was trained on.", False
-    return warning or "The network must not have been trained on these images.", bool(warning)
+        return "Each network judges the half of the images that the other one was trained on."
+    return warning or "The network must not have been trained on these images."
 
 
 def overlap(

@@ -67,28 +67,24 @@ def of_scores(scores, rng):
 
 
 @pytest.mark.parametrize("true", [0, 6, 30, 300])
-def test_the_interval_has_the_number_of_faults_and_sure_proposals_are_right(true):
-    right, is_inside = [], []
+def test_sure_proposals_are_right(true):
+    right = []
     for seed in range(10):
         rng = np.random.default_rng(seed)
         scores = np.concatenate([rng.exponential(0.5, 3000) - 2, rng.normal(6, 1, true)])
         found = wrong_labels(of_scores(scores, rng))
         assert (np.diff(found.sure) <= 0).all()
         right += (found.subjects[found.sure >= 0.9, 0] >= 3000).tolist()
-        is_inside.append(found.low <= true <= found.high)
-    assert sum(is_inside) >= 9
     assert len(right) >= 5 * true  # half of them
     assert np.sum(right) >= 0.85 * len(right) - 3  # of 30,000 images, few are far out by chance
 
 
-def test_zero_faults_are_an_interval_that_says_what_may_be_hidden():
+def test_a_network_that_tells_classes_weakly_proposes_little():
     rng = np.random.default_rng(0)
-    found = wrong_labels(of_scores(rng.exponential(0.5, 3000) - 4, rng))
-    assert found.low == 0
-    assert 0 < found.high < 30
+    sure = wrong_labels(of_scores(rng.exponential(0.5, 3000) - 4, rng))
+    assert not len(proposed(sure))
     weak = wrong_labels(of_scores(rng.exponential(0.5, 3000) - 0.5, rng))
     assert len(proposed(weak)) <= 9  # 0.3 %
-    assert weak.high > 200
     assert len(weak.subjects) >= faults.SHOWN  # the most suspicious
 
 
@@ -108,7 +104,6 @@ def test_few_wrong_labels_among_weakly_told_classes_are_the_first_that_are_shown
         wrong = wrong_labels(found)
         assert np.isin(rows, wrong.subjects[:20, 0]).sum() >= 12
         assert np.isin(rows, wrong.subjects[:100, 0]).sum() >= 18
-        assert wrong.low <= 20 <= wrong.high
 
 
 def test_shared_classes_are_found_by_the_distance_of_different_classes():
@@ -135,7 +130,6 @@ def test_wrong_labels_and_their_right_classes_are_found(share):
     rows, is_wrong = proposed(wrong)[:, 0], labels != TRUTH
     assert is_wrong[rows].mean() > 0.9
     assert np.isin(np.flatnonzero(is_wrong), rows).mean() > 0.9
-    assert wrong.low <= is_wrong.sum() <= wrong.high
     kept[rows] = False
     again = compare_labels(views, labels, kept, 100)
     assert (again.likely == TRUTH)[rows[is_wrong[rows]]].mean() > 0.9
