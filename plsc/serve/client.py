@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import re
-import threading
 import urllib.parse
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -37,7 +36,7 @@ class Client:
     """Access to a server of ``plsc serve``.
 
     An image is the content of a file (bytes), or its path. All methods raise DataError with the server's
-    message. Threads may share a client; each one has its own connection.
+    message. Threads may share a client: each request has its own connection.
 
     Args:
         url: address of the server.
@@ -56,7 +55,6 @@ class Client:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._url, self._timeout = urllib.parse.urlsplit(url), timeout
         self._path = self._url.path.rstrip("/")
-        self._local = threading.local()
 
     def encode(self, image: Image) -> np.ndarray:
         """Return the L2-normalised embedding of an image, float32 [D]."""
@@ -89,11 +87,6 @@ class Client:
         """Return the description of the model and its thresholds."""
         return self._typed(dict[str, Any], "GET", "/about")
 
-    def close(self) -> None:
-        """Close the connection of this thread."""
-        if (connection := getattr(self._local, "connection", None)) is not None:
-            connection.close()
-
     def _typed(
         self, kind: type[Answer], method: str, path: str, body: bytes | None = None, **headers: str
     ) -> Answer:
@@ -104,46 +97,26 @@ class Client:
     def _request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> bytes:
         if body is not None:
             headers = {"Content-Type": "application/octet-stream", **headers}
-        connection = self._connection()
+        is_secure = self._url.scheme == "https"
+        kind = http.client.HTTPSConnection if is_secure else http.client.HTTPConnection
+        connection = kind(str(self._url.hostname), self._url.port, timeout=self._timeout)
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was sent
                 connection.request(method, self._path + path, body, {**self._headers, **headers})
             response = connection.getresponse()
             content = response.read(_MOST_ANSWER + 1)  # more is refused
-            if not response.isclosed():
-                connection.close()
         except (OSError, http.client.HTTPException) as error:
-            connection.close()
             reason = str(error) or type(error).__name__
             raise DataError(
                 f"{self._url.geturl()} does not answer ({reason}); is plsc serve running?"
             ) from error
+        finally:
+            connection.close()
         if not 200 <= response.status < 300:  # a redirection, too: nothing was done
             raise DataError(
                 f"{self._url.geturl()}{path.partition('?')[0]}: {_detail(response.status, content)}"
             )
         return content
-
-    def _connection(self) -> http.client.HTTPConnection:
-        """Return the connection of this thread, opened again if the server has closed it."""
-        held = getattr(self._local, "connection", None)
-        if held is None:
-            kind = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}[
-                self._url.scheme
-            ]
-            held = self._local.connection = kind(
-                str(self._url.hostname), self._url.port, timeout=self._timeout
-            )
-        elif held.sock is not None and _is_closed(held.sock):
-            held.close()
-        return held
-
-
-def _is_closed(sock: Any) -> bool:
-    """Return whether the other side has closed an idle connection."""
-    import select
-
-    return bool(select.select([sock], [], [], 0)[0])  # nothing else arrives between requests
 
 
 def _content(image: Image) -> bytes:
