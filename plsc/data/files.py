@@ -120,8 +120,6 @@ def read_file_list(
     data_dir: str | Path,
     file_list: str = "file_list.txt",
     allowed: Sequence[str] = (),
-    *,
-    must_exist: bool = True,
 ) -> list[str]:
     """Return the paths or URLs of the files that `file_list` names, in its order.
 
@@ -132,7 +130,6 @@ def read_file_list(
         data_dir: local folder or fsspec URL.
         file_list: name in `data_dir`, or a path or URL.
         allowed: as of `located`.
-        must_exist: check that each file exists.
 
     Raises:
         DataError: the list is missing, empty, too long, or names a file twice or a missing file.
@@ -152,7 +149,7 @@ def read_file_list(
             with naming("{}:{}".format, shown(listing), number):
                 path = _below(data_dir, located(name, data_dir, allowed, listing))
                 check_inside(path, data_dir)
-                if path in paths or (must_exist and not exists(path)):
+                if path in paths or not exists(path):
                     raise DataError(f"it names {name}, which is not in {shown(data_dir)}, or named before")
             paths[path] = None
     if not paths:

@@ -25,7 +25,8 @@ _END = object()
 def declares_shards(reader: Any) -> bool:
     """Return whether a reader must be called as ``reader(rank, ranks)`` and yields only that rank's samples.
 
-    A reader declares this by the attribute ``reader.shards_itself = True``.
+    A reader declares this by the attribute ``reader.shards_itself = True``. It is seeded identically on all
+    ranks, so it may shuffle a list and take every ranks-th entry.
     """
     return getattr(reader, "shards_itself", False) is True
 
@@ -61,7 +62,7 @@ class ReaderLoader:
 
     With `example`, samples are tensors or dicts of tensors like it instead of images.
 
-    Every rank runs the whole generator. A global batch is the next
+    Every rank runs the whole generator, unless it `declares_shards`. A global batch is the next
     ``global_batch`` samples; sample i of it goes to rank i mod ranks. The generators ``random``,
     ``numpy.random`` and ``torch`` are seeded from (seed, epoch), identically on all ranks, while the reader
     runs, and restored afterwards. All ranks see the same order if the reader draws only from these. A resumed
@@ -72,9 +73,6 @@ class ReaderLoader:
     as in BatchPlan.
 
     Args:
-        shards_itself: call ``reader(rank, ranks)``, which yields only this rank's samples (see
-            `declares_shards`). It is seeded identically on all ranks, so it may shuffle a list and take
-            every ranks-th entry.
         limit: limit of the batches per epoch; see `limited`. The generator is closed there.
         ahead: run the generator in a forked process, a few batches ahead. (A thread would share the global
             generators with the training.) Changes it makes to variables of the script are lost.
@@ -97,14 +95,12 @@ class ReaderLoader:
         num_samples: int | None = None,
         limit: int | float = 1.0,
         last_batch: str = "pad",
-        title: str = "train reader",
-        shards_itself: bool = False,
         ahead: bool = False,
         pin_memory: bool = False,
         example: Input | None = None,
     ) -> None:
         self.example = example
-        self.shards_itself = shards_itself or declares_shards(reader)
+        self.shards_itself = declares_shards(reader)
         if self.shards_itself and global_batch < ranks:
             raise OptionError(
                 f"the global batch is {global_batch} for {ranks} ranks of a reader that shards itself"
@@ -119,7 +115,6 @@ class ReaderLoader:
         self.seed = seed
         self.class_num = class_num
         self.last_batch = last_batch
-        self.title = title
         self._steps: int | None = None
         if num_samples is not None:
             self._steps = limited(count_steps(num_samples, global_batch, last_batch), limit)
@@ -203,7 +198,7 @@ class ReaderLoader:
             step += 1
         if step < max(start_step, 1) and step != self._limit:
             raise DataError(
-                f"epoch {epoch} of the {self.title} ended after {step} steps, before step {start_step}; is "
+                f"epoch {epoch} of the train reader ended after {step} steps, before step {start_step}; is "
                 "the generator new?"
             )
 
@@ -226,7 +221,7 @@ class ReaderLoader:
         return torch.arange(count) * self.ranks + self.rank
 
     def _check(self, item: Any, ordinal: int, epoch: int) -> Sample:
-        name = f"sample {ordinal} of epoch {epoch} of the {self.title}"
+        name = f"sample {ordinal} of epoch {epoch} of the train reader"
         if not isinstance(item, (tuple, list)) or len(item) != 2:
             raise DataError(f"{name}: expected (image, label), got {type(item).__name__}")
         data, number = item[0], whole_number(item[1], name)
@@ -256,6 +251,6 @@ class ReaderLoader:
             empty = torch.empty((0, *self.image_shape), dtype=torch.float32)
             return Batch(empty, labels, names)
         if len({image.dtype for image, _, _ in samples}) > 1:
-            raise DataError(f"step {step} of epoch {epoch} of the {self.title} mixes uint8 and float images")
+            raise DataError(f"step {step} of epoch {epoch} of the train reader mixes uint8 and float images")
         images = torch.stack([image for image, _, _ in samples])
         return Batch(images, labels, names)

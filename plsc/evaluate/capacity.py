@@ -136,9 +136,7 @@ class Capacity:
             low, high = (low, middle) if passes(middle) else (middle, high)
         return high
 
-    def holds(
-        self, fpir: float | None = None, threshold: float | None = None, accepted: float = 0.9
-    ) -> Holding | None:
+    def holds(self, fpir: float | None = None, threshold: float | None = None) -> Holding | None:
         """Return how many identities a gallery holds at least (95 % confidence).
 
         Stricter than the upper limit of `fpir`: a pair of classes that the data do not show may exceed the
@@ -147,15 +145,14 @@ class Capacity:
         Args:
             fpir: None: the lowest of 0.001, 0.002, 0.005, 0.01, ... that m classes can show for m identities:
                 at least 6 / m, three times one of their pairs.
-            threshold: None: the highest of the table that accepts this share of same-class pairs.
-            accepted: see threshold.
+            threshold: None: the highest of the table that accepts 90 % of the same-class pairs.
 
         Returns None if these data cannot say: the threshold is below the table.
         """
         fpir = self._fpir(fpir)
         _check(fpir)
         if threshold is None:
-            fitting = [row.threshold for row in self.rows if (row.accepted or 0.0) >= accepted]
+            fitting = [row.threshold for row in self.rows if (row.accepted or 0.0) >= 0.9]
             threshold = max(fitting, default=-math.inf)
         if threshold < self.rows[0].threshold:
             return None

@@ -134,7 +134,6 @@ def identify(
     probes: np.ndarray,
     probe_labels: np.ndarray,
     world: World | None = None,
-    device: torch.device | str = "cpu",
     *,
     candidates: int = CANDIDATES,
 ) -> IdentificationResult:
@@ -148,14 +147,14 @@ def identify(
         gallery_labels: int64 [G], identities; an identity may have several images. -1: a distractor.
         probes: [P, D].
         probe_labels: int64 [P]; those that are not in the gallery (-1 too) are the non-mated searches.
-        world: the ranks that share the work, each on its device; None: this process alone, on `device`.
+        world: the ranks that share the work, each on its device; None: this process alone, on the CPU.
         candidates: length of the candidate list of an open-set search.
 
     Raises:
         DataError: an embedding is not finite, the shapes do not fit, or there are no mated searches.
     """
     identity, searched = _number_identities(gallery_labels, probe_labels)
-    world = world or World.single(str(device))
+    world = world or World.single("cpu")
     gallery_rows = Rows(gallery, identity, world.device, "gallery")
     probe_rows = Rows(probes, searched, world.device, "probe")
     non_mated = int((searched < 0).sum())  # they come first in the order of probe_rows
@@ -187,16 +186,16 @@ def identify(
     )
 
 
-def split_gallery(labels: np.ndarray, open_set: bool = True) -> np.ndarray:
+def split_gallery(labels: np.ndarray) -> np.ndarray:
     """Return which images of one labelled dataset are the gallery, bool [N]; the others are the probes.
 
-    The gallery is the first image of each class. With `open_set` it is that of the first, third, fifth, ...
-    class, in the order of their numbers, so that the images of the other classes are non-mated searches.
+    The gallery is the first image of the first, third, fifth, ... class, in the order of their numbers, so
+    that the images of the other classes are non-mated searches.
     """
     labels = np.asarray(labels)
     _, first = np.unique(labels, return_index=True)
     is_gallery = np.zeros(len(labels), dtype=bool)
-    is_gallery[first[::2] if open_set else first] = True
+    is_gallery[first[::2]] = True
     return is_gallery
 
 
@@ -400,19 +399,18 @@ def retrieval(
     embeddings: np.ndarray,
     labels: np.ndarray,
     world: World | None = None,
-    device: torch.device | str = "cpu",
 ) -> RetrievalResult:
     """Search all other images for each image; a collective. Results do not depend on the number of ranks.
 
     Args:
         embeddings: [N, D], not necessarily normalised, the same on every rank; may be memory-mapped.
         labels: int64 [N], the classes.
-        world, device: as of `identify`.
+        world: as of `identify`.
 
     Raises:
         DataError: an embedding is not finite, the shapes do not match, or no class has two images.
     """
-    world = world or World.single(str(device))
+    world = world or World.single("cpu")
     _, classes, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     if sizes.max(initial=0) < 2:
         raise DataError("no class has two images; retrieval needs other images of the class of a query")

@@ -366,19 +366,18 @@ def evaluate_templates(
     embeddings: np.ndarray,
     protocol: TemplateProtocol,
     world: World | None = None,
-    device: torch.device | str = "cpu",
 ) -> TemplateResult:
     """Apply the 1:1 and 1:N protocols whose files are present; a collective.
 
     Args:
         embeddings: [I, D], of the images of the protocol, not normalised, the same on every rank.
         protocol: from `plsc.evaluate.templates.read_protocol`.
-        world, device: as of `identify`.
+        world: as of `identify`.
 
     Raises:
         DataError: an embedding is not finite, or a gallery has no mated searches.
     """
-    world = world or World.single(str(device))
+    world = world or World.single("cpu")
     pooled = pool_templates(embeddings, protocol.templates, protocol.media, protocol.weights)
     pairs = None
     if protocol.pairs is not None and protocol.is_same is not None:

@@ -208,7 +208,6 @@ class Base64Source(IndexedSource):
     are ignored.
 
     Args:
-        files: paths or URLs to use instead of those in the list.
         allowed: as of `located`.
 
     Raises:
@@ -222,11 +221,10 @@ class Base64Source(IndexedSource):
         self,
         data_dir: str | Path,
         file_list: str = "file_list.txt",
-        files: Sequence[str] | None = None,
         *,
         allowed: Sequence[str] = (),
     ) -> None:
-        self.locations = list(files) if files else read_file_list(data_dir, file_list, allowed=allowed)
+        self.locations = read_file_list(data_dir, file_list, allowed=allowed)
         self._files = Shards(self.locations, str(data_dir))
         index = load_or_build(self.locations, KIND, self._build)
         self._offsets, self._lengths = index["offsets"], index["lengths"]

@@ -142,7 +142,7 @@ def test_an_invalid_or_empty_reader_is_refused():
     with pytest.raises(DataError, match="generator"):
         list(used.epoch(1))
     with pytest.raises(OptionError, match="for 4 ranks"):
-        loader(own_shard(9), 0, 4, 3, shards_itself=True)
+        loader(own_shard(9), 0, 4, 3)
     mixed = [(GOOD, 0), (GOOD.astype(np.uint8), 0)]
     with pytest.raises(DataError, match="mixes uint8 and float"):
         list(loader(lambda: iter(mixed)).epoch(0))
@@ -164,6 +164,7 @@ def own_shard(count: int):
         for value in order[rank::ranks]:
             yield np.full(SHAPE, value, dtype=np.float32), value
 
+    reader.shards_itself = True
     return reader
 
 
@@ -173,8 +174,7 @@ def test_self_sharding_readers_together_read_each_sample_once(count, share, rank
     if count < ranks:
         return
     parts = [
-        labels(loader(own_shard(count), r, ranks, batch, last_batch="keep", shards_itself=True).epoch(2))
-        for r in range(ranks)
+        labels(loader(own_shard(count), r, ranks, batch, last_batch="keep").epoch(2)) for r in range(ranks)
     ]
     assert sorted(value for part in parts for step in part for value in step) == list(range(count))
     assert all(len(step) == share for part in parts for step in part[:-1])
