@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from plsc.predict.embeddings import open_embeddings
     from plsc.predict.network import load_network
     from plsc.train.callbacks import Callback, EarlyStopping
-    from plsc.train.watch import MaxTime
 
 from plsc.version import DISTRIBUTION, __version__
 
@@ -31,7 +30,6 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "Entry",
-    "MaxTime",
     "__version__",
     "load_network",
     "open_embeddings",
@@ -43,7 +41,6 @@ _MODULES = {
     "Callback": "plsc.train.callbacks",
     "EarlyStopping": "plsc.train.callbacks",
     "Entry": "plsc.entry",
-    "MaxTime": "plsc.train.watch",
     "load_network": "plsc.predict.network",
     "open_embeddings": "plsc.predict.embeddings",
 }

@@ -1,11 +1,10 @@
-"""Callbacks that watch a run: log lines, speed, limits, layers; and the average of its weights."""
+"""Callbacks that watch a run: log lines, speed, layers; and the average of its weights."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,38 +197,6 @@ def _epoch_of(context: Context, epoch: int) -> str:
     """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
     train = context.options.train
     return f"epoch {epoch + 1}" + ("" if train.steps else f"/{train.epochs}")
-
-
-class MaxTime(Callback):
-    """Stops the run after the step in which `seconds` of training are over, those before a resume included.
-
-    Only the clock of rank 0 counts.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._used = self._started = 0.0
-
-    def run_start(self, context: Context) -> None:
-        """Start the clock."""
-        self._started = self._clock() - self._used
-        self.after_step(context)
-
-    def after_step(self, context: Context) -> None:
-        """Stop the run if its time is over."""
-        self._used = self._clock() - self._started
-        if context.is_main and self._used >= self._seconds:
-            context.stop(f"the maximum time of {self._seconds:g} s is over")
-
-    epoch_end = after_step
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the time that was used."""
-        return {"used": self._used}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the time that was used."""
-        self._used = float(state["used"])
 
 
 class WeightAverage(Callback):

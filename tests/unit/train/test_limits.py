@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from plsc import Callback
 from plsc.data.order import BatchPlan, spread
 from plsc.data.reader import ReaderLoader
 from plsc.errors import OptionError
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
-from plsc.train.watch import MaxTime
 from tests.command_line import options_from
 from tests.resuming import different, options_of, saved_at, tensors_of, train
 from tests.system.small_entry import entry
@@ -176,34 +174,3 @@ def test_a_fast_run_of_several_steps_makes_these_and_as_many_batches_per_evaluat
     assert entry(dataset, tmp_path, set_checkpoint_dir=checkpoint, **several).test()["lfw"].pairs == 15
     assert options_from("--train.fast_dev_run", "3").train.fast_dev_run == 3
     assert options_from("--train.fast_dev_run", "true").train.fast_dev_run is True
-
-
-class Clock(Callback):
-    """A clock that a step advances by ten seconds."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def after_step(self, context):
-        self.now += 10
-
-    def __call__(self):
-        return self.now
-
-
-def test_the_time_before_a_resume_counts(dataset, tmp_path, messages):
-    def run(epochs, resume=True):
-        ins = entry(dataset, tmp_path / "run", set_train_epochs=epochs)
-        clock = Clock()
-        ins.add_callback(clock)
-        ins.add_callback(MaxTime(45, clock))
-        if resume:
-            ins.set_checkpoint_dir("last")
-        return ins.train()
-
-    assert run(2, resume=False).steps == 4
-    result = run(9)
-    assert result.steps == 5
-    assert result.checkpoint.name == "2-step5"
-    assert "stopped after step 5: the maximum time of 45 s is over" in messages
-    assert run(9).steps == 5
