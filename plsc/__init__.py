@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from plsc.entry import Entry
     from plsc.predict.embeddings import open_embeddings
     from plsc.predict.network import load_network
-    from plsc.train.callbacks import Callback, EarlyStopping
+    from plsc.train.callbacks import Callback
 
 from plsc.version import DISTRIBUTION, __version__
 
@@ -28,7 +28,6 @@ if Path(__file__).with_name("engine").exists():
 __all__ = [
     "AutoMixedPrecisionLists",
     "Callback",
-    "EarlyStopping",
     "Entry",
     "__version__",
     "load_network",
@@ -39,7 +38,6 @@ __all__ = [
 _MODULES = {
     "AutoMixedPrecisionLists": "plsc.config.runtime",
     "Callback": "plsc.train.callbacks",
-    "EarlyStopping": "plsc.train.callbacks",
     "Entry": "plsc.entry",
     "load_network": "plsc.predict.network",
     "open_embeddings": "plsc.predict.embeddings",

@@ -6,7 +6,6 @@ run on all ranks; the last checkpoint is intact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -460,40 +459,3 @@ class UserParts:
     initializations: tuple[Initialization, ...] = ()
     callbacks: tuple[Callback, ...] = ()
     loggers: tuple[Logger, ...] = ()
-
-
-class EarlyStopping(Callback):
-    """Stop the run when a metric has not improved for some epochs.
-
-    Args:
-        metric: a name of `Context.metric`, such as ``lfw accuracy``, ``val top1`` or ``mean_loss``.
-        patience: number of epochs without improvement.
-        mode: ``max`` or ``min``; by default ``min`` for names that contain ``loss``, else ``max``.
-        min_delta: smallest change that counts as an improvement.
-    """
-
-    def __init__(
-        self, metric: str, patience: int = 3, mode: str | None = None, min_delta: float = 0.0
-    ) -> None:
-        self.metric, self.patience, self.min_delta = metric, patience, min_delta
-        self._sign = {"max": 1, "min": -1}[mode or ("min" if "loss" in metric else "max")]
-        self._best = -math.inf
-        self._epochs = 0
-
-    def epoch_end(self, context: Context) -> None:
-        """Compare the metric with its best value."""
-        value = self._sign * context.metric(self.metric)
-        if value > self._best + self.min_delta:
-            self._best, self._epochs = value, 0
-            return
-        self._epochs += 1
-        if self._epochs >= self.patience:
-            context.stop(f"{self.metric} has not improved for {self._epochs} epochs")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the epochs since."""
-        return {"best": self._best, "epochs": self._epochs}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the epochs since."""
-        self._best, self._epochs = float(state["best"]), int(state["epochs"])
