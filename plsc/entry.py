@@ -154,7 +154,6 @@ class Entry(OriginalSetters):
         *,
         lr_factor: float = 1.0,
         weight_decay: float | None = None,
-        l1_decay: float | None = None,
         frozen: bool = False,
         **arguments: Any,
     ) -> None:
@@ -165,11 +164,10 @@ class Entry(OriginalSetters):
                 first matching group is used.
             lr_factor: factor of the learning rate.
             weight_decay: weight decay; None: that of the run.
-            l1_decay: L1 decay; None: that of the run.
             frozen: do not train these parameters.
             **arguments: arguments of the optimizer for this group, such as momentum.
         """
-        group = ParameterGroup(pattern, lr_factor, weight_decay, l1_decay, frozen, arguments)
+        group = ParameterGroup(pattern, lr_factor, weight_decay, frozen, arguments)
         self.set_parameter_groups((*self.options.optim.groups, group.as_dict()))
 
     def set_initialization(self, pattern: str, rule: str, **arguments: Any) -> None:

@@ -23,14 +23,14 @@ Groups = Sequence[dict[str, Any]]
 """Parameter groups as in torch.optim: dicts with `params` and optional settings."""
 
 Settings = dict[str, Any]
-"""Settings of a parameter group: those of the optimizer, LR_FACTOR, L1_DECAY and SPARSE."""
+"""Settings of a parameter group: those of the optimizer, LR_FACTOR and SPARSE."""
 
 Factory = Callable[..., torch.optim.Optimizer]
 
 FULL_RATE = "initial_lr"
 """Key of a group's learning rate before the schedule's factor, as in torch's schedulers."""
 
-LR_FACTOR, L1_DECAY, SPARSE = "lr_factor", "l1_decay", "sparse"
+LR_FACTOR, SPARSE = "lr_factor", "sparse"
 """Additional keys in an optimizer's parameter groups; SPARSE: its gradients are sparse."""
 
 
@@ -87,7 +87,6 @@ def assign_parameters(
     freeze: Iterable[str] = (),
     *,
     optimizer: str = "sgd",
-    l1_decay: float = 0.0,
 ) -> Assignment:
     """Assign the network's parameters to groups, without changing the network.
 
@@ -100,7 +99,6 @@ def assign_parameters(
             The first pattern that matches applies.
         freeze: patterns of more parameters to freeze.
         optimizer: its name, or ``module:factory``.
-        l1_decay: L1 decay of groups that set none.
 
     Raises:
         OptionError: a pattern that matches no parameter, or only parameters of earlier groups; or momentum or
@@ -127,12 +125,11 @@ def assign_parameters(
     kind = OPTIMIZERS.get(optimizer.lower())  # a factory decides itself
     assigned: list[tuple[list[str], Settings]] = []
     for names, settings in chosen:
-        own = {**({L1_DECAY: l1_decay} if l1_decay else {}), **settings}
         trained = [name for name in names if named[name].requires_grad]
         rows = [name for name in trained if named[name] in sparse] if kind else []
-        assigned.append(([name for name in trained if name not in rows], own))
+        assigned.append(([name for name in trained if name not in rows], settings))
         if kind and rows:
-            assigned.append((rows, _settings_of_sparse(rows[0], own, kind)))
+            assigned.append((rows, _settings_of_sparse(rows[0], settings, kind)))
     return Assignment(assigned, frozen)
 
 
@@ -142,7 +139,7 @@ _OFF: Settings = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 def _settings_of_sparse(name: str, own: Settings, kind: OptimizerKind) -> Settings:
     """Return the settings of a group whose gradients are sparse; name: its first parameter."""
     # In the first step, torch refuses sparse gradients for most optimizers.
-    wrong = next((key for key in ("momentum", "weight_decay", L1_DECAY) if own.get(key)), None)
+    wrong = next((key for key in ("momentum", "weight_decay") if own.get(key)), None)
     if wrong is not None:
         raise OptionError(
             f"{name} has sparse gradients, which do not support {wrong} {own[wrong]:g}; set it to 0 in a "
@@ -172,7 +169,7 @@ def build_optimizer(
 
     Args:
         name: its name in OPTIMIZERS.
-        groups: parameter groups; LR_FACTOR multiplies a group's learning rate, L1_DECAY its L1 decay.
+        groups: parameter groups; LR_FACTOR multiplies a group's learning rate.
         lr: the learning rate before the schedule's factor.
         momentum: of SGD.
         weight_decay: L2 decay, except for AdamW and Adafactor, where it is decoupled.
@@ -258,7 +255,7 @@ def set_rates(groups: Iterable[dict[str, Any]], factor: float) -> None:
 def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str) -> None:
     """Raise OptionError for a group's setting that the optimizer does not have, or that a factory dropped."""
     holders = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    known = (*optimizer.defaults, LR_FACTOR, L1_DECAY, SPARSE)
+    known = (*optimizer.defaults, LR_FACTOR, SPARSE)
     for group in groups:
         settings = {name: value for name, value in group.items() if name != "params"}
         holder = holders[id(group["params"][0])] if group["params"] else group
@@ -267,7 +264,7 @@ def _check_settings(optimizer: torch.optim.Optimizer, groups: Groups, what: str)
             if (name not in known and not is_off) or holder.get(name) != value:
                 raise OptionError(
                     f"{what} has no setting {name!r}, or drops it, but a parameter group sets it to {value}; "
-                    f"{suggest(name, [*optimizer.defaults, LR_FACTOR, L1_DECAY])}"
+                    f"{suggest(name, [*optimizer.defaults, LR_FACTOR])}"
                 )
 
 
@@ -292,25 +289,9 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 def _finished(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for group in optimizer.param_groups:
         finish_group(group)
-    if any(group.get(L1_DECAY) for group in optimizer.param_groups):
-        optimizer.register_step_pre_hook(_add_l1_decay)
     if any(group.get("fused") for group in optimizer.param_groups):
         optimizer.register_step_pre_hook(_prepare_fused_step)
     return optimizer
-
-
-@torch.no_grad()
-def _add_l1_decay(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Add ``L1_DECAY * sign(weight)`` to the gradients of groups with L1_DECAY.
-
-    This is the gradient of the L1 (lasso) penalty. Like L2 decay, it is added after clipping.
-    """
-    for group in optimizer.param_groups:
-        decay = group.get(L1_DECAY)
-        trained = [p for p in group["params"] if p.grad is not None]
-        if decay and trained:
-            gradients = [p.grad for p in trained]
-            torch._foreach_add_(gradients, torch._foreach_sign(trained), alpha=decay)
 
 
 @torch.no_grad()

@@ -212,6 +212,7 @@ _GONE: dict[str, Any] = {
     "head.kernels": "auto",
     "head.products": "auto",
     "optim.decay_norm_and_bias": True,
+    "optim.l1_decay": 0.0,
     "optim.lr_decay_factor": 0.1,
     "optim.schedule_arguments": None,
     "optim.step_boundaries": [100000, 160000, 220000],

@@ -212,13 +212,9 @@ class Setters:
         name, or the class weights are sharded. Default: 0.0005.
         """
 
-    def set_l1_decay(self, decay: float) -> None:
-        """Set ``optim.l1_decay``: L1 decay of the network's parameters. Default: 0.0."""
-
     def set_parameter_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Set ``optim.groups``: parameter groups: a list of mappings with pattern, lr_factor,
-        weight_decay, l1_decay, frozen and optimizer arguments; add_parameter_group adds one. Default:
-        ().
+        weight_decay, frozen and optimizer arguments; add_parameter_group adds one. Default: ().
         """
 
     def set_freeze(self, patterns: Sequence[str]) -> None:

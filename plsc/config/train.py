@@ -248,8 +248,8 @@ RESERVED = ("params", "lr", "initial_lr", "weight_decay", "maximize", "different
 class ParameterGroup:
     """Training settings of the parameters that match a pattern (see `plsc.names.find_parameters`).
 
-    lr_factor: factor of the learning rate. weight_decay, l1_decay: None: those of the run. frozen: do not
-    train the parameters. arguments: arguments of the optimizer for this group, such as momentum.
+    lr_factor: factor of the learning rate. weight_decay: None: that of the run. frozen: do not train the
+    parameters. arguments: arguments of the optimizer for this group, such as momentum.
     """
 
     pattern: str
@@ -257,14 +257,13 @@ class ParameterGroup:
         1.0, "factor: learning rate of the group = this factor x learning rate of the run", check=more_than(0)
     )
     weight_decay: float | None = declare(None, "weight decay (L2)", check=at_least(0))
-    l1_decay: float | None = declare(None, "L1 decay", check=at_least(0))
     frozen: bool = declare(False, "do not train these parameters")
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that differ from the defaults, and the arguments; plain values."""
-        values = {name: getattr(self, name) for name in ("lr_factor", "weight_decay", "l1_decay", "frozen")}
+        values = {name: getattr(self, name) for name in ("lr_factor", "weight_decay", "frozen")}
         changed = {name: value for name, value in values.items() if value != getattr(ParameterGroup, name)}
         return changed | self.arguments
 
@@ -398,11 +397,10 @@ class OptimOptions:
         at_least(0),
         needs=_NOT_ALL_OWN,
     )
-    l1_decay: float = of_run(0.0, "L1 decay of the network's parameters", "set_l1_decay(decay)", at_least(0))
     groups: tuple[dict[str, Any], ...] = of_run(
         (),
-        "parameter groups: a list of mappings with pattern, lr_factor, weight_decay, l1_decay, frozen "
-        "and optimizer arguments; add_parameter_group adds one",
+        "parameter groups: a list of mappings with pattern, lr_factor, weight_decay, frozen and optimizer "
+        "arguments; add_parameter_group adds one",
         "set_parameter_groups(groups)",
         _groups,
     )

@@ -141,7 +141,6 @@ def build_trained_network(
         ],
         optim.freeze,
         optimizer=optim.optimizer,
-        l1_decay=optim.l1_decay,
     )
     if options.model.sync_batch_norm:
         synchronise_batch_norm(network, world.backbone_group, world.device)

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
     "float32": (Normalised, {"data__last_batch": "pad"}),
     "nesterov, a frozen batch norm, clipped": (Normalised, {
         "optim__optimizer_arguments": {"nesterov": True}, "optim__freeze": ("type:BatchNorm2d",),
-        "optim__l1_decay": 1e-4, "optim__clip_norm": 0.5,
+        "optim__clip_norm": 0.5,
         "optim__groups": ({"pattern": "fc", "lr_factor": 0.5, "weight_decay": 0.0},),
     }),
     "adamw, half decayed, in micro-batches": (Normalised, {

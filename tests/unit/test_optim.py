@@ -105,18 +105,6 @@ def test_all_implementations_give_the_same_update_for_any_memory_layout(name):
             assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_l1_decay_adds_the_sign_of_the_weights_to_the_gradients_of_its_groups():
-    mine = weights()
-    before = [p.detach().clone() for p in mine]
-    groups = [{"params": [mine[0]], "l1_decay": 0.5}, {"params": [mine[1]], "l1_decay": 0.0}]
-    optimizer = built(groups, rate=0.1, momentum=0.0, weight_decay=0.0)
-    for parameter in mine:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    assert torch.allclose(mine[0], before[0] - 0.05 * before[0].sign(), atol=1e-7)
-    assert mine[1].equal(before[1])
-
-
 def test_the_schedule_multiplies_the_learning_rates_of_a_factory():
     mine = weights()
     groups = [{"params": [mine[0]]}, {"params": [mine[1]], "lr_factor": 2.0, "weight_decay": 0.0}]
@@ -280,13 +268,6 @@ def test_the_first_matching_group_applies_and_the_rest_is_the_first_group():
     assert got.frozen == {"stem.0.weight", "stem.0.bias"}
     with pytest.raises(OptionError, match="put the more specific pattern first"):
         assigned(groups=({"pattern": "fc"}, {"pattern": "fc.bias", "lr_factor": 2.0}))
-
-
-def test_the_l1_decay_applies_to_groups_that_set_none():
-    groups = ({"pattern": "fc", "l1_decay": 0.2}, {"pattern": "plain", "lr_factor": 3.0})
-    assert [settings for _, settings in assigned(l1_decay=0.1, groups=groups).groups] == [
-        {"l1_decay": 0.1}, {"l1_decay": 0.2}, {"lr_factor": 3.0, "l1_decay": 0.1},
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

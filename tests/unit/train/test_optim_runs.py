@@ -112,7 +112,7 @@ KINDS = {
     "adamw": {
         "optim__optimizer": "adamw", "optim__freeze": ("norm",),
         "optim__groups": ({"pattern": "fc", "lr_factor": 0.3, "weight_decay": 0.1, "eps": 1e-6},),
-        "optim__l1_decay": 1e-3, "optim__schedule": f"{__name__}:falling", "optim__warmup_steps": 2,
+        "optim__schedule": f"{__name__}:falling", "optim__warmup_steps": 2,
         "head__weight_decay": 0.01,
     },
     "dense nadam": {
