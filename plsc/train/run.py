@@ -122,7 +122,6 @@ def settle(
             config = replace(
                 config.changed({"train.global_batch_size": saved}),
                 origins={**config.origins, "train.global_batch_size": CHECKPOINT},
-                differences=(*config.differences, *_ranks_line(ranks, manifest.world_size, saved)),
             )
     if number := int(config.train.fast_dev_run):
         step = 0 if checkpoint is None else checkpoint[1].step
@@ -131,16 +130,6 @@ def settle(
     if config.head.margin is None and margin is not None:
         config = config.changed({"head.margin": margin.default})
     return config
-
-
-def _ranks_line(ranks: int, before: int, saved: int) -> list[str]:
-    """Return a line about another number of ranks; saved: the global batch size."""
-    share = f"{saved // ranks}" if saved % ranks == 0 else f"{saved // ranks} or {saved // ranks + 1}"
-    line = (
-        f"ranks: {ranks} here, {before} in the checkpoint; the global batch size remains {saved}, with "
-        f"{share} images per rank"
-    )
-    return [] if ranks == before else [line]
 
 
 def adopt(

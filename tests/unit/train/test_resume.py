@@ -169,18 +169,14 @@ def kept(trained, ranks, saved_on=4, **settings):
         trained, world_size=saved_on, scalars=scalars, options={"train": {"batch_size": 8}}
     )
     config = settle(options, (trained / "1", manifest), ranks)
-    total = config.train.global_batch_size or config.train.batch_size * ranks
-    return total, [line for line in config.differences if line.startswith("ranks")]
+    return config.train.global_batch_size or config.train.batch_size * ranks
 
 
 def test_a_resumed_run_keeps_the_global_batch_on_any_number_of_ranks_and_refuses_another(trained):
-    assert kept(trained, 4) == (32, [])
-    total, lines = kept(trained, 3)
-    assert total == 32
-    assert "10 or 11 images per rank" in lines[0]
+    assert kept(trained, 4) == kept(trained, 3) == 32
     # The script that set the batch of a rank is started again, on fewer ranks.
-    assert kept(trained, 2, train__batch_size=8)[0] == 32
-    assert kept(trained, 2, train__batch_size=16) == (32, [])
+    assert kept(trained, 2, train__batch_size=8) == 32
+    assert kept(trained, 2, train__batch_size=16) == 32
     for ranks, settings, noun in (
         (4, {"train__batch_size": 5}, "20, but .* 32"),
         (4, {"train__global_batch_size": 24}, "24, but .* 32"),
