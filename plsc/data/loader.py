@@ -115,12 +115,6 @@ class SourceLoader:
             )
         return self._named(self._processes.in_order(requests))
 
-    def describe(self) -> str:
-        """Return a log message: how images are read, and why."""
-        if self.num_workers == 0:
-            return "data: images are read between the training steps (num_workers 0)"
-        return f"data: {self.num_workers} {self.kind} per rank load images in the background"
-
     def _named(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
         for batch in batches:
             if isinstance(batch.names, SampleNames):

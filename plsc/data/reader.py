@@ -150,12 +150,6 @@ class ReaderLoader:
         if self._steps is None and not self.shards_itself:
             self._steps = steps
 
-    def describe(self) -> str:
-        """Return a log message: where the reader runs."""
-        if self.ahead:
-            return "data: the reader prefetches in a separate process (data.num_workers 0: in this process)"
-        return "data: the reader runs between the training steps (num_workers 0)"
-
     def _run(self, epoch: int, start_step: int) -> Iterator[Batch]:
         randomness = IsolatedRandom(hash_key(self.seed, epoch))
         arguments = (self.rank, self.ranks) if self.shards_itself else ()

@@ -122,7 +122,7 @@ def open_training_data(
     loader = SourceLoader(
         source, plan, world.rank, recipe, num_workers=data.num_workers, pin_memory=pin_memory
     )
-    return TrainingData(loader, len(source), class_num, [*notes, loader.describe()], class_names=names)
+    return TrainingData(loader, len(source), class_num, notes, class_names=names)
 
 
 def _check_not_images(reader: Any, transform: Transform | None, cache: str, wrong: list[str]) -> None:
@@ -180,7 +180,6 @@ def _open_generator(
     )
     names, notes = number_classes(None, checkpoint)
     names = None if names is None else names.resized(class_num)
-    notes.append(loader.describe())
     return TrainingData(loader, num_samples, class_num, notes, loader.shards_itself, names)
 
 
