@@ -121,7 +121,6 @@ class Guard:
         self._hosts = hosts
         self._max_bytes = max_bytes
         self._held = 0
-        self.unanswered = 0  # requests that were cancelled because the server was forced to stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -141,9 +140,6 @@ class Guard:
             await self._application(scope, receive, send)
         except Refused as error:
             await _refuse(error, send)
-        except asyncio.CancelledError:
-            self.unanswered += 1
-            raise
         finally:
             self._held -= sum(map(len, parts))
         return None
@@ -461,9 +457,8 @@ def serve(model: str, options: ServeOptions) -> None:
         log.info(
             f"serving {model} on http://{host}:{listener.getsockname()[1]} (entries in {service.store.path})"
         )
-        application = create_app(service)
         config = uvicorn.Config(
-            application,
+            create_app(service),
             http=_protocol(),
             limit_concurrency=_CONNECTIONS,
             log_config=None,
@@ -479,7 +474,7 @@ def serve(model: str, options: ServeOptions) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])
         finally:
-            log.info(f"stopped; requests without an answer: {application.unanswered}")
+            log.info("stopped")
 
 
 class _Seldom(logging.Filter):
