@@ -53,7 +53,7 @@ CALLBACKS = ("gradient_norm", "check_shape", "check_content", "profile")
 PROTOCOLS = {
     "pairs": ("images", "pairs", "groups"),
     "identify": ("images", "gallery", "distractors", "groups"),
-    "templates": ("images", "templates", "groups"),
+    "templates": ("images", "templates"),
     "retrieval": ("images", "groups"),
 }
 """Of plsc/predict/protocols.py, with the arguments that each takes."""

@@ -40,20 +40,6 @@ class Groups:
     of: np.ndarray
     notes: tuple[str, ...] = ()
 
-    def pooled(self, templates: np.ndarray, count: int) -> Groups:
-        """Return the groups of templates: the group of those of its images that have one, if all agree.
-
-        templates: of each image, 0..count - 1, int64 [N].
-        """
-        known, lowest, highest = self.of >= 0, np.full(count, len(self.names)), np.full(count, -1)
-        np.minimum.at(lowest, templates[known], self.of[known])
-        np.maximum.at(highest, templates[known], self.of[known])
-        several, none = (lowest < highest).sum(), (highest < 0).sum()
-        note = (
-            f"Templates left out below: {several:,} with images of several groups, {none:,} without a group."
-        )
-        return Groups(self.names, np.where(lowest == highest, lowest, -1), (*self.notes, note))
-
 
 @dataclass(frozen=True)
 class GroupRates(Result):

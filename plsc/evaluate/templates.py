@@ -19,7 +19,7 @@ import math
 import os
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ from plsc.data.sources.base import printable
 from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError, naming
 from plsc.evaluate.curves import roc_curve
-from plsc.evaluate.groups import GroupRates, Groups, pair_rates, search_rates
 from plsc.evaluate.identification import (
     FPIRS,
     RANKS,
@@ -252,7 +251,6 @@ class TemplatePairs(PairRates):
     """The result of the 1:1 protocol."""
 
     curve: tuple[np.ndarray, np.ndarray] = field(repr=False, compare=False)  # FAR and TAR, thinned
-    scores: np.ndarray = field(repr=False, compare=False)  # of each pair, float64 [P]
 
     def summary(self) -> str:
         """Return the rates for the log."""
@@ -403,22 +401,6 @@ def evaluate_templates(
     )
 
 
-def template_rates(
-    groups: Groups, protocol: TemplateProtocol, result: TemplateResult
-) -> dict[str, GroupRates]:
-    """Return the rates per group of images of 1:1 and of each gallery, by ``1:1`` and its name."""
-    groups = groups.pooled(protocol.templates, len(protocol.template_ids))
-    found = {}
-    if result.verification is not None and protocol.pairs is not None and protocol.is_same is not None:
-        found["1:1"] = pair_rates(groups, protocol.pairs, result.verification.scores, protocol.is_same)
-    if result.identification is not None and protocol.probes is not None:
-        own = replace(groups, of=groups.of[protocol.probes.templates])
-        for name, one in result.identification.galleries.items():
-            is_mated = np.isin(protocol.probes.subjects, protocol.galleries[name].subjects)
-            found[name] = search_rates(own, is_mated, one)
-    return found
-
-
 def pool_templates(
     embeddings: np.ndarray, templates: np.ndarray, media: np.ndarray, weights: np.ndarray | None = None
 ) -> np.ndarray:
@@ -471,7 +453,7 @@ def _pair_rates(scores: np.ndarray, is_same: np.ndarray) -> TemplatePairs:
     rates = rates_of_curve(far, tar, is_same)
     shown = np.geomspace(1 / rates["negatives"], 1, _POINTS)
     curve = (shown, tar[np.searchsorted(far, shown, side="right") - 1])
-    return TemplatePairs(**rates, curve=curve, scores=scores)
+    return TemplatePairs(**rates, curve=curve)
 
 
 def _mean_over_galleries(results: dict[str, IdentificationResult]) -> TemplateSearch:

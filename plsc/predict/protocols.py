@@ -20,7 +20,7 @@ from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import GroupRates, Groups, mean_rates, pair_rates, read_groups, search_rates
 from plsc.evaluate.identification import RATES, identify, retrieval, split_gallery
 from plsc.evaluate.report import Result, Section, write_report
-from plsc.evaluate.templates import evaluate_templates, read_protocol, template_rates
+from plsc.evaluate.templates import evaluate_templates, read_protocol
 from plsc.evaluate.verification import VerificationResult
 from plsc.export.folder import checksum_of
 from plsc.names import PROTOCOLS
@@ -231,14 +231,10 @@ class Evaluator:
         protocol.images.check()
         align_source(protocol.images, config.data.landmarks, config.data.bad_images == "stop")
         images = ImagesOf(protocol.images, range(len(protocol.images)))
-        groups = self._groups(images)
         embeddings = self.trained.embed(images, protocol.name)
         result = evaluate_templates(embeddings, protocol, self.trained.world)
         choices = [f"Meta files: {data.templates}; images: {shown(str(protocol.images.root))}."]
         yield "templates", result, result.section(protocol.name, choices)
-        if groups is not None:
-            rates = template_rates(groups, protocol, result)
-            yield from (_by_group(f"{protocol.name} {name}", found) for name, found in rates.items())
 
     def run_retrieval(self) -> Iterator[Outcome]:
         """Yield the retrieval of the other images of the class of each image."""

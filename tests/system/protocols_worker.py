@@ -22,7 +22,6 @@ CASES = {
     "templates": {"images": "", "templates": "templates"},
     "pairs_groups": {"pairs": "pairs.txt", "groups": "groups.tsv"},
     "identify_groups": {"groups": "groups.tsv"},
-    "templates_groups": {"images": "", "templates": "templates", "groups": "groups.tsv"},
     "retrieval_groups": {"groups": "groups.tsv"},
 }
 PROTOCOLS = {"bin": "pairs", "gallery": "identify"}  # of cases with another name

@@ -85,13 +85,6 @@ def test_means_have_intervals_of_the_sum_of_their_values():
     assert a["interval"] == list(wilson_interval(0.75, 2))
 
 
-def test_templates_have_the_group_of_their_images_if_all_agree():
-    groups = named([0, 0, 1, 0, 1, -1, -1, 1])
-    pooled = groups.pooled(np.array([0, 0, 1, 2, 2, 3, 4, 4]), 5)
-    assert pooled.of.tolist() == [0, 1, -1, -1, 1]
-    assert pooled.notes == ("Templates left out below: 1 with images of several groups, 1 without a group.",)
-
-
 def test_a_report_shows_counts_and_names_as_they_are(tmp_path):
     rng = np.random.default_rng(0)
     groups = named([0] * 30 + [1] * 3 + [2, 3], ("a", "b|c", "d", "<i>[e](f)"))

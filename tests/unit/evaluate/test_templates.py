@@ -7,7 +7,6 @@ import pytest
 
 from plsc.errors import DataError
 from plsc.evaluate import identification, templates
-from plsc.evaluate.groups import Groups
 from plsc.evaluate.identification import identify, retrieval
 from plsc.evaluate.report import write_report
 from plsc.evaluate.templates import evaluate_templates, read_protocol
@@ -153,22 +152,6 @@ def test_rates_as_insightface_equal_plain_code_of_its_definition(
         assert found.insightface["rank-1"] == pytest.approx(rank1)
         assert found.insightface[f"TPIR at FPIR {fpir:g}"] == pytest.approx(tpir)
         assert found.insightface[f"TPIR at FPIR {fpir:g}"] <= found.tpir_at_fpir[fpir]
-
-
-def test_groups_of_images_are_those_of_the_templates_pairs_and_searches(tmp_path):
-    embeddings, *_ = write_protocol(tmp_path, 5)
-    protocol = read_protocol(tmp_path)
-    result = evaluate_templates(embeddings, protocol)
-    one = templates.template_rates(Groups(("x",), np.zeros(len(embeddings), int)), protocol, result)
-    assert list(one) == ["1:1", "G1", "G2"]
-    rates = one["1:1"].tables["FAR 0.1"]["x"]
-    assert rates["TAR"]["value"] == result.verification.tar_at_far[0.1]
-    assert rates["TAR"]["interval"] == list(result.verification.tar_intervals[0.1])
-    for name, search in result.identification.galleries.items():
-        assert one[name].tables["closed set"]["x"]["rank-1"]["value"] == search.rank1
-        found = one[name].tables["FPIR 0.1"]["x"]
-        assert found["TPIR"]["value"] == pytest.approx(1 - search.fnir_at_fpir[0.1])
-        assert found["FPIR"]["value"] <= 0.1
 
 
 def test_report_has_both_protocols(tmp_path):
