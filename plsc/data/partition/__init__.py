@@ -120,8 +120,6 @@ def partition(options: PartitionOptions) -> dict[str, Any]:
     refuse_existing(output)
     with _output_named(output), ExitStack() as stack:
         workspace, temporary = _claim(output, options.tmp_dir, stack)
-        if workspace.cleaned:
-            logger.warning(f"removed the files of an earlier, interrupted run in {workspace.path}")
         if options.engine == "spark":
             manifest = _run_on_spark(options, inputs, workspace)
         else:
@@ -144,7 +142,7 @@ def _write(options: PartitionOptions, inputs: list[Input], folder: Path, tempora
     spread = local.BucketWriter(temporary, seed, local.bits_for(expected, budget))
     with spread:
         counts = local.distribute(inputs, spread, budget, skip_bad, Counter("read", expected, "MB").add)
-    lines = _report(counts, nranks).lines
+    lines = _report(counts).lines
     names = part_names(nranks, options.output_name)
     size = sum(one.content_bytes for one in counts)
     progress = Counter("written", size, "MB")
@@ -169,7 +167,7 @@ def _run_on_spark(options: PartitionOptions, inputs: list[Input], workspace: Wor
             )
         for one in inputs:
             one.check_unchanged()
-        _report(counts, options.nranks)
+        _report(counts)
         for stray in folder.glob(f"{SAVING}{options.output_name or 'part_'}*"):
             stray.unlink()  # left by a killed task that was repeated elsewhere
         return _write_manifest(folder, options.seed, inputs, counts, names, sizes, checksums)
@@ -229,20 +227,11 @@ def _write_manifest(
     return manifest
 
 
-def _report(counts: list[InputCount], nranks: int) -> InputCount:
-    """Log skipped lines, and a warning if most lines of the parts are padding. Return the sum of the counts.
-
-    Raises DataError if there are no samples.
-    """
+def _report(counts: list[InputCount]) -> InputCount:
+    """Log skipped lines; return the sum of the counts. Raises DataError if there are no samples."""
     total = total_of(counts)
     if total.lines == 0:
         raise DataError("the listed files contain no samples; expected lines of '<base64>TAB<label>'")
-    every = lines_per_rank(total.lines, nranks) * nranks
-    if every > 2 * total.lines:
-        logger.warning(
-            f"{every - total.lines} of the {every} lines of the parts are repeats of the {total.lines} input "
-            "lines; use a smaller --nranks to repeat fewer"
-        )
     if total.blanks:
         logger.warning(f"skipped: {total.blanks} blank lines")
     for message in total.messages:

@@ -208,13 +208,6 @@ def test_lines_that_are_not_base64_are_reported_or_skipped(tmp_path, way, messag
     assert verify(options) == manifest
 
 
-def test_a_warning_is_logged_if_there_are_more_repeats_than_lines(tmp_path, messages):
-    folder = write_set(tmp_path, some_lines(12))
-    for nranks, is_warned in ((24, False), (25, True)):
-        partition(PartitionOptions(str(folder), nranks))
-        assert ["13 of the 25" in message for message in messages] == [True] * is_warned
-
-
 def test_bad_and_blank_lines_are_skipped_counted_and_logged(tmp_path, way, messages):
     good = some_lines(20)
     folder = write_set(tmp_path, [*good[:7], b"", b"A\tnan", *good[7:], b"  "], files=1)
