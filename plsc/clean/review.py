@@ -329,9 +329,8 @@ def _write(
 
 # The page.
 
-_MOST_PROPOSALS, _MOST_PICTURES = 100, 12
+_MOST_PROPOSALS = 100
 _SIDE = 96  # pixels of a thumbnail; 6rem in the style
-_NAME = 48  # characters of a file name
 
 _HEAD = """<!doctype html>
 <html lang="en">
@@ -351,8 +350,8 @@ h2 { font-size: 1.15rem; display: inline; }
 h3 { font-size: 1rem; margin: 0; }
 h4 { font-size: .9rem; font-weight: normal; margin: .5rem 0 .25rem; }
 h4, .count { color: light-dark(#5b5b63, #a9a9b3); }
-a, b { color: light-dark(#00609a, #6cb8ee); }
-p { margin: .25rem 0; scroll-margin-top: 4rem; }
+b { color: light-dark(#00609a, #6cb8ee); }
+p { margin: .25rem 0; }
 details { border: var(--line); border-radius: .5rem; padding: 1rem; margin: 1rem 0; }
 summary { cursor: pointer; }
 article { border-top: var(--line); margin-top: 1rem; padding-top: 1rem; }
@@ -367,7 +366,7 @@ article { border-top: var(--line); margin-top: 1rem; padding-top: 1rem; }
 
 @dataclass(frozen=True)
 class Row:
-    """Pictures with a caption: the first 12 of these samples of a source."""
+    """Pictures with a caption: these samples of a source."""
 
     caption: str
     source: Source
@@ -399,12 +398,9 @@ def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequ
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(f"{_HEAD}<title>{_text(title)}</title>\n</head>\n<body>\n<h1>{_text(title)}</h1>\n")
         file.writelines(f"<p>{_text(line)}</p>\n" for line in summary)
-        links = (f'<a href="#part-{number}">{_text(part.title)}</a>' for number, part in enumerate(parts))
-        counts = (f'<span class="count">{part.total:,}</span>' for part in parts)
-        items = "".join(f"<li>{link} {count}</li>\n" for link, count in zip(links, counts, strict=True))
-        file.write(f'<nav aria-label="Contents">\n<ul>\n{items}</ul>\n</nav>\n<main>\n')
-        for number, part in enumerate(parts):
-            file.writelines(_part(number, part))
+        file.write("<main>\n")
+        for part in parts:
+            file.writelines(_part(part))
         file.write("</main>\n</body>\n</html>\n")
 
 
@@ -412,9 +408,9 @@ def _text(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _part(number: int, part: Part) -> Iterator[str]:
+def _part(part: Part) -> Iterator[str]:
     yield f"<details open>\n<summary><h2>{_text(part.title)}</h2></summary>\n"
-    yield f'<p id="part-{number}">{_text(part.explanation)}</p>\n'  # a link to it opens the details
+    yield f"<p>{_text(part.explanation)}</p>\n"
     total, questions = part.total, part.proposals[part.total :]
     count = f"Proposals: {total}, surest first." if total else "No proposals."
     if total > _MOST_PROPOSALS:
@@ -427,10 +423,8 @@ def _part(number: int, part: Part) -> Iterator[str]:
         yield f"<article>\n<h3><b>{sure}</b> {_text(text)}</h3>\n"
         yield '<div class="rows">\n'
         for row in rows:
-            more = len(row.numbers) - _MOST_PICTURES
-            hidden = f" (and {more:,} more)" if more > 0 else ""
-            yield f"<section>\n<h4>{_text(row.caption)}{hidden}</h4>\n<ul>\n"
-            yield from (_picture(row.source, index) for index in row.numbers[:_MOST_PICTURES])
+            yield f"<section>\n<h4>{_text(row.caption)}</h4>\n<ul>\n"
+            yield from (_picture(row.source, index) for index in row.numbers)
             yield "</ul>\n</section>\n"
         yield "</div>\n</article>\n"
     yield "</details>\n"
@@ -438,8 +432,6 @@ def _part(number: int, part: Part) -> Iterator[str]:
 
 def _picture(source: Source, index: int) -> str:
     name = printable(source.name(index))
-    last = "/".join(name.split("/")[-2:])
-    short = last if len(last) <= _NAME else f"…{last[1 - _NAME :]}"
     picture = thumbnail(source, index, _SIDE)
     shown = "<span>cannot be decoded</span>"
     if picture is not None:
@@ -447,4 +439,4 @@ def _picture(source: Source, index: int) -> str:
         picture.save(file, "jpeg", quality=85)
         data = base64.b64encode(file.getvalue()).decode()
         shown = f'<img src="data:image/jpeg;base64,{data}" alt="{html.escape(name)}">'
-    return f'<li title="{html.escape(name)}"><div>{shown}</div>{html.escape(short)}</li>\n'
+    return f'<li title="{html.escape(name)}"><div>{shown}</div>{html.escape(name)}</li>\n'

