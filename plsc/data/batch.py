@@ -133,29 +133,12 @@ def to_input(
     """
     if layout == torch.preserve_format:
         layout = torch.contiguous_format
-    if images.dtype == torch.uint8 and torch.device(device).type == "cpu" and not images.is_cuda:
-        return _normalised_on_cpu(images, mirrored, layout)
     moved = images.to(device, non_blocking=True)
     if mirrored is not None:
         chosen = mirrored.to(device, non_blocking=True)[:, None, None, None]
         moved = torch.where(chosen, moved.flip(-1), moved)
     floats = moved.to(torch.float32, memory_format=layout)
     return floats if images.dtype != torch.uint8 else floats.sub_(127.5).div_(128.0)
-
-
-def _normalised_on_cpu(
-    images: torch.Tensor, mirrored: torch.Tensor | None, layout: torch.memory_format
-) -> torch.Tensor:
-    """Convert image by image, so that each is still in the cache when it is scaled."""
-    result = torch.empty(images.shape, dtype=torch.float32, memory_format=layout)
-    half, scale = np.float32(127.5), np.float32(1 / 128)
-    flips = [False] * len(images) if mirrored is None else mirrored.tolist()
-    for pixels, floats, flip in zip(images.numpy(), result.numpy(), flips, strict=True):
-        if flip:
-            pixels = pixels[..., ::-1]
-        np.subtract(pixels, half, out=floats, dtype=np.float32)
-        np.multiply(floats, scale, out=floats)
-    return result
 
 
 class BufferRing:
