@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from plsc.storage.regular import open_regular, read_regular
 LIST_NAME = "bad_samples.txt"
 MAX_LISTED = 100_000  # lines; further bad samples are only counted
 _UNREADABLE_LIST = 64 * 2**20
-_KEPT = 16  # free buffers kept for reuse; others are released
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,6 @@ class Batch:
         problems: the bad samples that were left out.
         is_input: whether the network gets `images` unchanged.
         all_labels: labels of the global batch, if the ranks exchanged them.
-
-    A batch may be kept: its memory is reused only when nothing refers to it any more.
     """
 
     images: Any
@@ -141,40 +137,18 @@ def to_input(
     return floats if images.dtype != torch.uint8 else floats.sub_(127.5).div_(128.0)
 
 
-class BufferRing:
-    """Allocate uint8 batches, and reuse a buffer once no tensor refers to it. Thread-safe.
+def new_images(count: int, image_shape: tuple[int, int, int], pin: bool) -> tuple[np.ndarray, torch.Tensor]:
+    """Return writable pixels for ``count`` images, uint8 [n, H, W, C], and the same memory as [n, C, H, W].
 
-    A batch is never overwritten while it, or a view of it, is in use; keeping batches makes the ring allocate
-    more. No buffer needs to be returned or copied.
+    The tensor has the memory format channels_last.
 
     Args:
-        batch: largest number of images of a batch.
         image_shape: (C, H, W).
         pin: use page-locked memory from torch's cache, which waits for running copies to the device.
     """
-
-    def __init__(self, batch: int, image_shape: tuple[int, int, int], pin: bool = False) -> None:
-        channels, height, width = image_shape
-        self._shape = (batch, height, width, channels)
-        self._pin = pin
-        self._free: deque[np.ndarray] = deque(maxlen=_KEPT)
-
-    def take(self, count: int) -> tuple[np.ndarray, torch.Tensor]:
-        """Return writable pixels for ``count`` images, [n, H, W, C], and the same memory as [n, C, H, W].
-
-        The tensor has the memory format channels_last.
-        """
-        if self._pin:
-            images = torch.empty((count, *self._shape[1:]), dtype=torch.uint8, pin_memory=True)
-            return images.numpy(), images.permute(0, 3, 1, 2)
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = np.empty(self._shape, dtype=np.uint8)
-        # The tensor's storage refers to this view, so the view lives as long as any tensor on it.
-        pixels = buffer[:count]
-        weakref.finalize(pixels, self._free.append, buffer).atexit = False
-        return pixels, torch.from_numpy(pixels).permute(0, 3, 1, 2)
+    channels, height, width = image_shape
+    images = torch.empty((count, height, width, channels), dtype=torch.uint8, pin_memory=pin)
+    return images.numpy(), images.permute(0, 3, 1, 2)
 
 
 def copied_in_side_stream(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from plsc.data.augment import IsolatedRandom, Operation, Transform, apply_transform, are_mirrored
-from plsc.data.batch import BadSample, Batch, BufferRing, SampleNames
+from plsc.data.batch import BadSample, Batch, SampleNames, new_images
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.order import BatchPlan
 from plsc.data.sources.base import Source, TorchDatasetSource
@@ -62,7 +62,7 @@ class SourceLoader:
     number of ranks or workers, or on the kind of workers.
 
     Args:
-        kind: ``threads`` decode into reused memory. ``processes`` are for Python code of the user, which
+        kind: ``threads`` decode into the batch. ``processes`` are for Python code of the user, which
             threads cannot run in parallel. None: see `choose_kind`.
         num_workers: number of threads or processes. They prefetch a limited number of batches. With 0 the
             caller reads the batches.
@@ -88,13 +88,13 @@ class SourceLoader:
         self.num_workers = num_workers
         shares_generators = self.kind == "threads" and num_workers > 0
         draws = _is_dataset(source) and not shares_generators
-        reader = BatchReader(source, replace(recipe, seed_reading=draws))
-        self._ring = BufferRing(plan.largest_batch, recipe.image_shape, pin_memory)
-        self._reader = reader
+        in_processes = self.kind == "processes"  # which pin the memory when it has arrived
+        self._reader = BatchReader(
+            source, replace(recipe, seed_reading=draws), pin_memory and not in_processes
+        )
         self._processes: WorkerProcesses | None = None
-        if self.kind == "processes":
-            work = _InProcess(reader, plan.largest_batch)
-            self._processes = WorkerProcesses(work, num_workers, pin_memory)
+        if in_processes:
+            self._processes = WorkerProcesses(self._reader.read, num_workers, pin_memory)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -109,10 +109,7 @@ class SourceLoader:
             for step in range(start_step, self.plan.steps_per_epoch)
         )
         if self._processes is None:
-            read = self._reader.read
-            return in_order(
-                lambda request, stopped: read(request, self._ring, stopped), requests, self.num_workers
-            )
+            return in_order(self._reader.read, requests, self.num_workers)
         return self._named(self._processes.in_order(requests))
 
     def _named(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
@@ -120,19 +117,6 @@ class SourceLoader:
             if isinstance(batch.names, SampleNames):
                 batch.names.source = self.source
             yield batch
-
-
-class _InProcess:
-    """The reader in a worker process, with its own memory."""
-
-    def __init__(self, reader: BatchReader, largest_batch: int) -> None:
-        self.reader = reader
-        self.largest_batch = largest_batch
-
-    def __call__(self, request: Request) -> Batch:
-        # New memory for each batch, because its pages move to the other process.
-        ring = BufferRing(self.largest_batch, self.reader.recipe.image_shape)
-        return self.reader.read(request, ring)
 
 
 def _is_dataset(source: Source) -> bool:
@@ -154,11 +138,12 @@ def choose_kind(source: Source, recipe: Recipe) -> str:
 class BatchReader:
     """Make batches. Thread-safe; a copy works in another process."""
 
-    def __init__(self, source: Source, recipe: Recipe) -> None:
+    def __init__(self, source: Source, recipe: Recipe, pin: bool = False) -> None:
         self.source = source
         self.recipe = recipe
+        self.pin = pin
 
-    def read(self, request: Request, ring: BufferRing, stopped: Callable[[], bool] = lambda: False) -> Batch:
+    def read(self, request: Request, stopped: Callable[[], bool] = lambda: False) -> Batch:
         """Return the batch of a request.
 
         Raises:
@@ -168,7 +153,8 @@ class BatchReader:
         """
         epoch, indices = request
         example = self.recipe.example
-        slots, images = ring.take(len(indices) if example is None else 0)
+        count = len(indices) if example is None else 0
+        slots, images = new_images(count, self.recipe.image_shape, self.pin)
         batch = Batch(images, torch.empty(0, dtype=torch.int64), [], is_input=example is not None)
         labels: list[int] = []
         used: list[int] = []

@@ -77,11 +77,6 @@ class BatchPlan:
         batch = self.global_indices(epoch, step)
         return batch[len(batch) * rank // self.ranks : len(batch) * (rank + 1) // self.ranks]
 
-    @property
-    def largest_batch(self) -> int:
-        """Largest number of samples per rank and step."""
-        return -(-self.global_batch // self.ranks)
-
     def draw_epoch(self, epoch: int, step: int) -> int:
         """Return the number that seeds the changes of an image in addition to the sample: the epoch."""
         return epoch

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plsc.data.batch import Batch, BufferRing, copied_in_side_stream
+from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.data.loader import BatchReader, Recipe
 from plsc.data.sources.base import Source
 from plsc.data.workers import in_order
@@ -109,7 +109,6 @@ def embed_images(
             model,
             parts,
             image_shape,
-            batch_size=min(batch_size, stop - start),
             device=device,
             flip=flip,
             name=name,
@@ -137,7 +136,6 @@ def embed_batches(
     parts: Iterable[ImagesOf],
     image_shape: tuple[int, int, int],
     *,
-    batch_size: int,
     device: torch.device | str,
     flip: bool = False,
     name: str = "the images",
@@ -145,7 +143,7 @@ def embed_batches(
     bad_images: str = "stop",
     is_late: bool = True,
 ) -> Generator[tuple[Batch, np.ndarray], None, None]:
-    """Yield each part, at most `batch_size` images, as a batch with its embeddings, float32 [b, D].
+    """Yield each part as a batch with its embeddings, float32 [b, D].
 
     Arguments as in `embed_images`. bad_images: ``stop`` or ``skip``, as in `Recipe`; it can empty a batch.
     is_late: on a GPU, yield a batch while the next one is computed. Call it in evaluation and inference mode,
@@ -158,11 +156,11 @@ def embed_batches(
     recipe = Recipe(image_shape, 0, flip=False, bad_images=bad_images, example=example)
     device = torch.device(device)
     is_late = is_late and device.type == "cuda"
-    ring = BufferRing(batch_size, image_shape, pin=device.type == "cuda")
     coming: deque[tuple[Batch, Arriving]] = deque()
 
     def read(part: ImagesOf, stopped: Callable[[], bool]) -> Batch:
-        return BatchReader(part.source, recipe).read((0, np.asarray(part.which)), ring, stopped)
+        reader = BatchReader(part.source, recipe, pin=device.type == "cuda")
+        return reader.read((0, np.asarray(part.which)), stopped)
 
     def arrived() -> tuple[Batch, np.ndarray]:
         batch, embedding = coming.popleft()

@@ -271,7 +271,6 @@ class Predictor:
             self.trained.network,
             self.samples.parts(start, start + rows, self.batch),
             self.trained.config.model.image_shape,
-            batch_size=min(self.batch, rows),
             device=self.trained.world.device,
             name=self.samples.name,
             num_threads=self.samples.threads,
