@@ -343,7 +343,7 @@ def number_classes(
     numbers = saved.numbered(own)
     _check_equal(path, own, saved, numbers)
     source.renumber(numbers)
-    return saved.with_names(own, numbers), _describe(path, own, saved, numbers)
+    return saved.with_names(own, numbers), []
 
 
 def _check_equal(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> None:
@@ -364,16 +364,6 @@ def _check_equal(path: Path, own: ClassNames, saved: ClassNames, numbers: np.nda
             f"'{saved[first]}' (class {first}); restore them, or drop them with: plsc checkpoint classes "
             f"{path} NEW --drop FILE"
         )
-
-
-def _describe(path: Path, own: ClassNames, saved: ClassNames, numbers: np.ndarray) -> list[str]:
-    is_new = saved.lengths()[numbers] == 0
-    moved = int((numbers != np.arange(len(numbers))).sum())
-    changes = [f"{moved} labels differ from the sorted order of names"] if moved else []
-    if is_new.any():
-        first = int(np.argmax(is_new))
-        changes.append(f"{is_new.sum()} are new, the first one is '{own[first]}' (class {numbers[first]})")
-    return [f"classes are numbered as in {path}: {'; '.join(changes)}"] if changes else []
 
 
 def check_unseen(place: str, names: ClassNames | None, checkpoint: OpenedCheckpoint) -> None:

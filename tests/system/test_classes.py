@@ -227,7 +227,7 @@ def with_label_file(folders, folder, numbers):
     return folder
 
 
-def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tmp_path, capsys):
+def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tmp_path):
     checkpoint, three, _ = named
     assert names_in(checkpoint) == ["a", "c"]
     with pytest.raises(CheckpointError, match=r"lacks 1 of the 3 classes .* 'b'; .*NEW --grow 1"):
@@ -235,10 +235,7 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
     grown = tmp_path / "grown"
     change(checkpoint, grown, "--grow", 1)
     assert names_in(grown) == ["a", "c", ""]
-    capsys.readouterr()
     losses, last = train(three, tmp_path / "saved", EPOCHS + 2, grown)
-    said = capsys.readouterr().out
-    assert all(words in said for words in ("2 labels", "'b' (class 2)"))
     assert names_in(last) == ["a", "c", "b"]
     by_number = with_label_file(three, tmp_path / "numbers", {"a": 0, "b": 2, "c": 1})
     assert train(by_number, tmp_path / "again", EPOCHS + 2, grown)[0] == losses
