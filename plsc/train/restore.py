@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +41,7 @@ from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
 from plsc.names import names_code
 from plsc.parallel.failure import own_result
-from plsc.storage.store import Store
-from plsc.storage.urls import base_name, is_url, parent_of, shown
+from plsc.storage.urls import is_url, shown
 from plsc.train.callbacks import Run
 from plsc.train.snapshot import (
     NEIGHBOURS,
@@ -158,9 +155,6 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
             )
 
 
-_FILES = (".safetensors", ".pt", ".pth", ".bin")
-
-
 @dataclass
 class WarmStart:
     """The weights that a run started from.
@@ -193,13 +187,11 @@ def start_from_pretrained(run: Run, location: str) -> WarmStart:
     Raises:
         CheckpointError: on all ranks, if the file is missing, damaged or malicious, or nothing matches.
     """
-    # Judged by the suffix, which is equal on all ranks.
-    is_remote_checkpoint = is_url(location) and not location.endswith(_FILES)
-    path = fetch(location, run.world) if is_remote_checkpoint else None
+    path = fetch(location, run.world) if is_url(location) else Path(location)
 
     def load() -> WarmStart:
-        with torch.no_grad(), _local(location) if path is None else nullcontext(path) as local:
-            return _load(run, local, shown(location))
+        with torch.no_grad():
+            return _load(run, path, shown(location))
 
     return own_result(run.world, f"start from {shown(location)}", load)
 
@@ -279,15 +271,3 @@ def _copy_rows(
         values = piece[torch.from_numpy(numbers[low:high] - row)]
         values = encode_rows(values) if here.dtype is torch.int8 else values
         here[torch.from_numpy(places[low:high]).to(here.device)] = values.to(here)
-
-
-@contextmanager
-def _local(location: str) -> Iterator[Path]:
-    """Yield the local path of a file or folder; a URL is downloaded to a temporary folder."""
-    if not is_url(location):
-        yield Path(location)
-        return
-    with tempfile.TemporaryDirectory(prefix="plsc-pretrained-") as folder:
-        name = base_name(location)
-        Store(parent_of(location)).get(name, Path(folder) / name)
-        yield Path(folder) / name
