@@ -1,4 +1,4 @@
-"""The callback profile: its table and traces."""
+"""The callback profile: its traces, and torch's table."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ def test_each_rank_has_a_trace_of_ten_steps_with_the_phases_of_a_step(dataset, t
         JOB, 2, str(dataset), str(tmp_path / "saved"), "set_callbacks='profile'", "set_train_steps=17",
         "set_train_epochs=99", "set_head_offload=True", cwd=tmp_path,
     )  # fmt: skip
-    assert done.stdout.count("10 steps of ") == 1  # by one rank
+    assert done.stdout.count("ProfilerStep*") == 1  # by one rank
+    assert PREFIX + "backward" in done.stdout
     for rank in range(2):
         with gzip.open(tmp_path / "saved" / "profile" / f"trace-rank{rank}.json.gz", "rt") as file:
             names = [event.get("name") for event in json.load(file)["traceEvents"]]
         assert names.count(PREFIX + "backward") == 10
-        assert "gloo:all_reduce" in names
-        table = (tmp_path / "saved" / "profile" / f"profile-rank{rank}.txt").read_text()
-        for phase in ("data", "forward", "logits", "update class weights", "aten::convolution_backward"):
-            assert phase in table
+        phases = {PREFIX + one for one in ("data", "forward", "logits", "update class weights")}
+        assert phases | {"gloo:all_reduce", "aten::convolution_backward"} <= set(names)
 
 
 def test_a_profiled_run_learns_the_same_and_a_shorter_one_ends_well(dataset, tmp_path):
@@ -65,8 +64,7 @@ def test_the_table_has_the_time_of_kernels(dataset, tmp_path, capsys):
     ins.set_train_epochs(5)
     ins.set_callbacks("profile")
     ins.train()
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("backward"))
-    assert float(line.split()[-1]) > 0
+    assert "CUDA total" in capsys.readouterr().out
 
 
 def test_spans_are_in_the_trace_of_any_torch_profiler():
