@@ -123,7 +123,6 @@ GROUP = Group(
                 Argument(
                     "layout", str, "auto", "format: auto, insightface, plsc1, safetensors or state_dict"
                 ),
-                Argument("ranks", int, 1, "number of shard files: the number of ranks that will train"),
                 Argument("model", str, None, "network, as model.name; required if the files do not name it"),
                 Argument(
                     "emb_size", int, None, "size of the embedding; required if the files do not contain it"

@@ -56,7 +56,6 @@ from plsc.config import Options
 from plsc.config.model import ModelOptions
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
-from plsc.parallel.collectives import class_ranges
 from plsc.storage.publish import publishing_folder
 from plsc.version import __version__
 
@@ -91,7 +90,6 @@ def import_checkpoint(
     target: str | os.PathLike[str],
     *,
     layout: str = "auto",
-    ranks: int = 1,
     network: Network | None = None,
     loss_type: str | None = None,
     class_num: int | None = None,
@@ -102,7 +100,6 @@ def import_checkpoint(
 
     Args:
         layout: one of LAYOUTS.
-        ranks: number of data files to write, one per rank of the future run.
         network: the network, if the files do not name it.
         loss_type: overrides the loss type of the files.
         class_num: expected number of classes; any if None.
@@ -144,7 +141,7 @@ def import_checkpoint(
     model = options.model
     tensors, match = _network_of(weights, model, options.train.seed, str(source))
     _check_head(weights, model.emb_size)
-    _write(target, tensors, weights, options.as_dict(), class_ranges(classes, max(1, ranks)), path.name)
+    _write(target, tensors, weights, options.as_dict(), classes, path.name)
     return Imported(
         target, weights.layout, model.name if match else None, match, classes, model.emb_size, weights.notes
     )
@@ -223,21 +220,21 @@ def _write(
     tensors: dict[str, Tensor],
     weights: Source,
     saved: dict[str, dict[str, Any]],
-    ranges: list[tuple[int, int]],
+    classes: int,
     source: str,
 ) -> None:
-    """Write the data files and then the manifest to a hidden folder, and publish it as the target.
+    """Write the data file and then the manifest to a hidden folder, and publish it as the target.
 
     saved: the options, by group and name.
     """
     for name in ("lr", "schedule", "warmup_steps"):  # a run uses its own values
         del saved["optim"][name]
-    shards = [[_part(key, parts, *some) for key, parts in weights.rows.items()] for some in ranges]
+    entries = [_entry(key, parts) for key, parts in weights.rows.items()]
     infos = {}
     for name, tensor in tensors.items():
         role = Role(BACKBONE, name)
         infos[role.key] = info_of(role, tensor)
-        shards[0].append(entry_of(role.key, tensor))
+        entries.append(entry_of(role.key, tensor))
     for key, parts in weights.rows.items():
         role = Role(CLASS_WEIGHTS, key.removeprefix("head."))
         infos[key] = TensorInfo(parts.shape, "float32", True, role)
@@ -247,23 +244,23 @@ def _write(
             step=0,
             epoch=0,
             step_in_epoch=0,
-            world_size=len(ranges),
+            world_size=1,
             emb_size=saved["model"]["emb_size"],
-            heads={"": HeadInfo(ranges[-1][1], ranges, weights.loss_type)},
+            heads={"": HeadInfo(classes, [(0, classes)], weights.loss_type)},
             options=saved,
             scalars={
                 METRICS_KEY: {},
                 "imported": {"layout": weights.layout, "from": source, "notes": weights.notes},
             },
             tensors=infos,
-            files=write_shards(temporary, shards),
+            files=write_shards(temporary, [entries]),
         )
         (temporary / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def _part(key: str, parts: RowParts, start: int, stop: int) -> Entry:
+def _entry(key: str, parts: RowParts) -> Entry:
     def chunks() -> Iterator[memoryview]:
-        for row, piece in parts.pieces(start, stop):
+        for row, piece in parts.pieces(0, parts.shape[0]):
             yield from tensor_chunks(converted(piece, torch.float32, f"{key} from class {row}"))()
 
-    return Entry(key, torch.float32, (stop - start, *parts.shape[1:]), start, chunks)
+    return Entry(key, torch.float32, parts.shape, 0, chunks)

@@ -16,7 +16,6 @@ from plsc.data.decode import decode_image
 from plsc.data.sources import open_source
 from plsc.data.writers import convert
 from plsc.errors import PlscError
-from plsc.parallel.collectives import class_ranges
 from plsc.predict.importing import Network, import_checkpoint
 from tests.distributed.launch import run_code
 from tests.images import write_dataset
@@ -84,15 +83,13 @@ def refusal(source, target, **options):
     return str(caught.value)
 
 
-def test_arcface_torch_is_imported_for_another_number_of_ranks(arcface_torch, iresnet, tmp_path):
-    ranks = 4
-    imported = import_checkpoint(arcface_torch, tmp_path / "ck", ranks=ranks)
+def test_arcface_torch_is_imported(arcface_torch, iresnet, tmp_path):
+    imported = import_checkpoint(arcface_torch, tmp_path / "ck")
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
     assert torch.equal(tensors["head.weight"], ROWS)
     assert {key.split(".")[0] for key in tensors} == {"backbone", "head"}
-    assert manifest.heads[""].class_ranges == class_ranges(CLASSES, ranks)
-    assert (manifest.class_num, manifest.emb_size, manifest.world_size) == (CLASSES, EMB, ranks)
+    assert (manifest.class_num, manifest.emb_size) == (CLASSES, EMB)
     assert manifest.options["model"]["name"] == "IResNet18"
     assert manifest.options["model"]["image_shape"] == [3, 16, 16]
     assert imported.match.share == 1.0
@@ -134,7 +131,7 @@ def test_older_partial_fc_shards_are_imported(iresnet, tmp_path, prefix):
     state = {f"module.{name}": value for name, value in iresnet.state_dict().items()}
     torch.save({"conv1.weight": torch.zeros(1)}, folder / "100backbone.pth")
     torch.save(state, folder / "200backbone.pth")  # the later one of two steps
-    import_checkpoint(folder, tmp_path / "ck", ranks=2)
+    import_checkpoint(folder, tmp_path / "ck")
     tensors, _ = tensors_of(tmp_path / "ck")
     same_backbone(tensors, iresnet)
     assert torch.equal(tensors["head.weight"], ROWS)
@@ -143,7 +140,7 @@ def test_older_partial_fc_shards_are_imported(iresnet, tmp_path, prefix):
 def test_plsc1_class_weights_and_resnet_are_imported(resnet, tmp_path):
     source = save_plsc1(tmp_path / "old", ROWS, 4, backbone=resnet)
     network = Network("ResNet18", None, (3, 32, 32))
-    imported = import_checkpoint(source, tmp_path / "ck", network=network, ranks=2)
+    imported = import_checkpoint(source, tmp_path / "ck", network=network)
     tensors, manifest = tensors_of(tmp_path / "ck")
     same_backbone(tensors, resnet)
     assert torch.equal(tensors["head.weight"], ROWS)
@@ -158,7 +155,7 @@ def test_plsc1_class_weights_and_resnet_are_imported(resnet, tmp_path):
 def test_plsc1_softmax_is_imported_with_its_bias_and_half_precision_becomes_float32(tmp_path):
     bias = torch.arange(CLASSES).float()
     source = save_plsc1(tmp_path / "old", ROWS.half(), 2, bias=bias, loss="softmax")
-    imported = import_checkpoint(source, tmp_path / "ck", ranks=3)
+    imported = import_checkpoint(source, tmp_path / "ck")
     tensors, manifest = tensors_of(tmp_path / "ck")
     assert torch.equal(tensors["head.bias"], bias)
     assert torch.equal(tensors["head.weight"], ROWS.half().float())
@@ -193,14 +190,14 @@ def test_backbone_and_head_of_one_file_are_imported(tmp_path):
     state = {f"backbone.{name}": value for name, value in network.state_dict().items()}
     save_file({**state, "head.weight": ROWS.double()}, tmp_path / "a.safetensors")
     model = Network("SmallResNet", EMB, (1, 16, 16))
-    import_checkpoint(tmp_path / "a.safetensors", tmp_path / "ck", ranks=2, network=model)
+    import_checkpoint(tmp_path / "a.safetensors", tmp_path / "ck", network=model)
     tensors, _ = tensors_of(tmp_path / "ck")
     same_backbone(tensors, network)
     assert torch.equal(tensors["head.weight"], ROWS)
 
 
 def test_the_command_prints_what_was_imported(arcface_torch, tmp_path, capsys):
-    assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck"), "--ranks", "2"]) == 0
+    assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck")]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("IResNet18", "100.0%", "11 classes"))
     assert main(["checkpoint", "import", str(arcface_torch), str(tmp_path / "ck")]) == 1
@@ -287,7 +284,7 @@ import plsc.models
 taken = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) << 10
 limit = taken + 90 * 2**20  # memory mapped from files does not count
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-import_checkpoint(sys.argv[1], sys.argv[2], ranks=3)
+import_checkpoint(sys.argv[1], sys.argv[2])
 """
 
 
@@ -296,5 +293,5 @@ def test_the_rows_are_streamed(tmp_path):
     rows = torch.randn(120_000, 256)  # 117 MiB
     source = save_plsc1(tmp_path / "old", rows, 2)
     run_code(WITH_LITTLE_MEMORY, str(source), str(tmp_path / "ck"))
-    with safe_open(tmp_path / "ck" / "shard-00003-0.safetensors", "pt") as file:
-        assert torch.equal(file.get_tensor("head.weight"), rows[80_000:])
+    with safe_open(tmp_path / "ck" / "shard-00001-0.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("head.weight"), rows)
