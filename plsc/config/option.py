@@ -39,10 +39,8 @@ class Need:
     is_strict: bool = False
 
 
-def need(path: str, *values: Any, unless: Any = None, is_strict: bool = False) -> Need:
-    """Return the need that another option has one of these values, or any but `unless`."""
-    if unless is not None:
-        return Need(path, f"{path} is not {unless}", lambda config: config.get(path) != unless, is_strict)
+def need(path: str, *values: Any, is_strict: bool = False) -> Need:
+    """Return the need that another option has one of these values."""
     text = f"{path} is {' or '.join(map(str, values))}"
     return Need(path, text, lambda config: config.get(path) in values, is_strict)
 

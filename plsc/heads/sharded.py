@@ -198,11 +198,6 @@ class ShardedHead(Head):
             loss = HeadLoss.apply(embeddings, weight, self.bias, self, mean_loss, context, gradient)
         return HeadOutput(loss, mean_loss, len(batch.labels), accuracy, finite, top5)
 
-    def extra_repr(self) -> str:
-        """Return the class range, dtype and sampling for repr()."""
-        start, stop = self.class_range
-        return f"classes {start}..{stop} of {self.class_num}, {self.weight.dtype}, {self.sampling}"
-
     def get_extra_state(self) -> Tensor:
         """Return the number of steps and the class range, for the state dict."""
         return torch.tensor([self.step, self.class_num, *self.class_range])

@@ -283,10 +283,6 @@ class SampleDropout(nn.Module):
         scaled = mask.to(input.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
         return input * scaled.view(*shape, *[1] * (input.ndim - len(shape)))
 
-    def extra_repr(self) -> str:
-        """Return the probability for repr()."""
-        return f"p={self.p}"
-
 
 def keep_mask(numbers: Tensor, count: int, p: float, key: int | Tensor) -> Tensor:
     """Return a bool mask [b, count] that is True with probability 1 - p, from (key, number, position) only.
