@@ -12,28 +12,6 @@ from plsc.config import all_options
 from plsc.names import names_code
 
 
-def run_list(folder: str) -> None:
-    """Print one line per checkpoint, oldest first."""
-    from plsc.checkpoint.manifest import checkpoints_in
-    from plsc.errors import CheckpointError, printable
-    from plsc.storage.store import Store, format_bytes
-    from plsc.storage.urls import shown
-
-    found = checkpoints_in(Store(folder))
-    if not found:
-        raise CheckpointError(
-            f"{shown(folder)} contains no checkpoint; expected the folder in which a run saved"
-        )
-    for name, manifest in found:
-        size = format_bytes(sum(file.bytes for file in manifest.files.values()))
-        metrics = manifest.metrics.items()
-        shown_metrics = "".join(f", {printable(key)} {value:.4g}" for key, value in metrics)
-        print(
-            f"{printable(name)}: step {manifest.step}, epoch {manifest.epoch}, {manifest.class_num} classes, "
-            f"saved by {manifest.world_size} rank(s), {size}{shown_metrics}"
-        )
-
-
 def run_verify(checkpoint: str) -> None:
     """Compare all files of a checkpoint with their checksums."""
     from plsc.checkpoint.remote import verify
@@ -110,9 +88,8 @@ def run_import(
 
 
 _CHECKPOINT = word("checkpoint", "a checkpoint: a folder such as saved_model/5, or its fsspec URL")
-_RUN = word("folder", "the folder of a run's checkpoints, or its fsspec URL")
 GROUP = Group(
-    "inspect, check and change checkpoints",
+    "check, copy and change checkpoints",
     {
         "import": Command(
             "convert weights of insightface, PLSC 0.1, safetensors or torch.save to a checkpoint",
@@ -134,7 +111,6 @@ GROUP = Group(
                 Argument("class_num", int, None, "expected number of classes; another number is an error"),
             ),
         ),
-        "list": Command("list the checkpoints of a run", run_list, (_RUN,)),
         "verify": Command(
             "read all files of a checkpoint and compare their checksums", run_verify, (_CHECKPOINT,)
         ),

@@ -10,7 +10,6 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from plsc.checkpoint.manifest import checkpoints_in
-from plsc.cli import main
 from plsc.parallel.world import World
 from plsc.storage.store import Store
 from plsc.storage.urls import open_filesystem
@@ -78,9 +77,6 @@ def test_a_run_saves_prunes_restarts_and_resumes_in_every_store(url, dataset, tm
     assert RunFolder(WORLD, url, load_dir="last").find()[1].step == 8
     named = json.loads(again.read("best.json", 1000))["path"]
     assert RunFolder(WORLD, url, load_dir="best").find()[1] == dict(checkpoints_in(again))[named]
-    capsys.readouterr()
-    assert main(["checkpoint", "list", f"{url}/version_1"]) == 0
-    assert "3: step 8, epoch 4" in capsys.readouterr().out
 
 
 def test_a_run_that_resumes_from_the_store_of_another_one_changes_nothing_there(
