@@ -50,14 +50,16 @@ def main() -> None:
     torch.manual_seed(manifest.options["train"]["seed"])  # for the initial weights of the training
     network = build_model(model["name"], model["emb_size"], shape, model["dropout"], model["neck"])
 
-    def embed() -> np.ndarray:
+    def embed(name: str) -> np.ndarray:
+        print(f"embedding {len(pairs.images):,} images with the {name} network", flush=True)
         return embed_images(network, pairs.images, shape, batch_size=500, device="cpu", flip=False)
 
     pixels = np.stack([decode_image(image, shape).numpy().ravel() for image in pairs.images])
-    embeddings = {"pixels": center(pixels), "untrained": embed()}
+    embeddings = {"pixels": center(pixels), "untrained": embed("untrained")}
     network.load_state_dict(load_weights(checkpoint))
-    embeddings["trained"] = embed()
+    embeddings["trained"] = embed("trained")
 
+    print("verifying the pairs", flush=True)
     figures = {name: judge(e, pairs.is_same, is_hard) for name, e in embeddings.items()}
     (options.run / "figures.json").write_text(json.dumps(figures, indent=1))
     cosines = {name: scores(e) for name, e in embeddings.items()}
@@ -102,6 +104,7 @@ def run_protocols(unseen: Path, run: Path, checkpoint: Path) -> str:
     }
     rows = ["| protocol | result |", "| --- | --- |"]
     for protocol, places in arguments.items():
+        print(f"evaluating the protocol {protocol}", flush=True)
         results = ins.test(protocol, **places, output=run / "protocols" / protocol).values()
         found = "; ".join(result.summary() for result in results)
         rows.append(f"| [{protocol}](protocols/{protocol}/report.md) | {found} |")
