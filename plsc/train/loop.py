@@ -46,8 +46,7 @@ class TrainResult:
             (ClassificationResult) under ``val``.
         checkpoint: the last checkpoint that was saved.
         best_model_path: the best checkpoint in the save folder.
-        best_model_score: its value of `best_metric`.
-        best_metric: the metric of `checkpoint.monitor`.
+        best_model_score: its value of the metric of `checkpoint.monitor`.
         unsent: checkpoints that are complete on this machine but could not be uploaded.
         warm_start: the weights that were loaded from `model.pretrained`.
     """
@@ -59,7 +58,6 @@ class TrainResult:
     checkpoint: Path | None = None
     best_model_path: Path | None = None
     best_model_score: float = float("nan")
-    best_metric: str = ""
     unsent: list[Path] = field(default_factory=list)
     warm_start: WarmStart | None = None
 
@@ -333,7 +331,6 @@ class Trainer:
         if saver.best is not None:
             name, result.best_model_score = saver.best
             result.best_model_path = saver.folder.path / name
-            result.best_metric = saver.retention.monitor or ""
         self._report_saved(saver)
 
     def _report_saved(self, saver: Saver) -> None:

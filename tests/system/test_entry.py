@@ -67,7 +67,7 @@ def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, m
     assert (result.steps, result.epochs) == (8, 2)
     assert result.checkpoint == save_dir / "1"
     assert result.best_model_path.is_dir()
-    assert result.best_metric == "lfw accuracy"
+    assert json.loads((save_dir / "best.json").read_text())["metric"] == "lfw accuracy"
     assert set(result.evaluation) == {"lfw"}
     logged = [entry for entry in metrics_of(save_dir) if "loss" in entry]
     assert [entry["step"] for entry in logged] == list(range(1, 9))
