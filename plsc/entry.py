@@ -142,7 +142,7 @@ class Entry(OriginalSetters):
                 learning rate after `step` updates. The function must depend only on the step, so that a
                 resumed run gets the same values. If it has an argument `total_steps`, it also receives the
                 number of steps of the run, or None if that is unknown.
-            **arguments: of a named schedule, such as cycles of cosine.
+            **arguments: of a named schedule, such as end_factor of cosine.
         """
         function = None if isinstance(schedule, (str, dict)) else schedule
         super().set_lr_schedule(schedule if function is None else name_of(function), **arguments)
