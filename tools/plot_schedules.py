@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from plsc.evaluate.plots import add_legend, line_look, new_figure, save_png, style_axes  # noqa: E402
+from plsc.evaluate.plots import add_legend, new_figure, save_png, style_axes  # noqa: E402
 from plsc.train.build import build_schedule  # noqa: E402
 
 STEPS = 1000
@@ -28,9 +28,9 @@ def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/images/schedules.png"
     figure = new_figure(8, 3.2)
     axes = figure.add_axes((0.08, 0.16, 0.62, 0.78))
-    for index, (label, chosen) in enumerate(DRAWN.items()):
+    for label, chosen in DRAWN.items():
         schedule = build_schedule(chosen, 1.0, 50, STEPS, lambda epochs: None, None)
-        axes.plot([schedule(step) for step in range(STEPS)], label=label, **line_look(index))
+        axes.plot([schedule(step) for step in range(STEPS)], label=label)
     axes.set_xlabel("updates made, of 1000; a warm-up of 50")
     axes.set_ylabel("part of the learning rate")
     style_axes(axes)

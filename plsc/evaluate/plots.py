@@ -23,9 +23,6 @@ from plsc.errors import DataError
 from plsc.evaluate.curves import area_under, roc_curve
 from plsc.storage.publish import replacing
 
-# The palette of Okabe and Ito, suitable for colour-blind readers.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINE_STYLES = ("-", "--", "-.", ":")  # the next one whenever the colours repeat
 INK = "#333333"
 FAINT = "#D9D9D9"
 
@@ -64,11 +61,9 @@ def plot_rates(
 ) -> None:
     """Plot rates ``{name: (x, rates)}`` as steps, with a logarithmic x axis within `limits`."""
     with _one_plot(path) as axes:
-        for index, (name, (x, rates)) in enumerate(curves.items()):
+        for name, (x, rates) in curves.items():
             inside = np.maximum(x, limits[0])
-            axes.plot(
-                inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8, **line_look(index)
-            )
+            axes.plot(inside, rates, label=f" {name}", drawstyle="steps-post", linewidth=1.8)
         axes.set(xscale="log", xlim=limits, ylim=(0, 1.01), xlabel=xlabel, ylabel=ylabel)
         axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
 
@@ -137,12 +132,6 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     return figure
-
-
-def line_look(index: int) -> dict[str, Any]:
-    """Return the colour and the line style of the curve with this index."""
-    style = LINE_STYLES[index // len(COLOURS) % len(LINE_STYLES)]
-    return {"color": COLOURS[index % len(COLOURS)], "linestyle": style}
 
 
 def style_axes(axes: Axes) -> None:
