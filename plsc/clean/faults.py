@@ -116,7 +116,7 @@ def _falling(values: np.ndarray) -> np.ndarray:
     return np.repeat(np.array(sums) / np.array(sizes), sizes)
 
 
-def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray, float]:
+def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> np.ndarray:
     """Return, as `nearest`, the k images that are nearest to each of N images, itself included.
 
     Searched among those whose nearest class is one of the image's two nearest classes; or by `nearest`, if
@@ -137,10 +137,9 @@ def neighbours(unit: np.ndarray, lists: np.ndarray, k: int) -> tuple[np.ndarray,
             heap.add_result_subset(some, cosines, rows[found])
     heap.finalize()
     some = np.random.default_rng(0).choice(len(unit), min(SAMPLE, len(unit)), replace=False)
-    recall = recall_of(faiss.knn(unit[some], unit, min(k, len(unit)), metric)[1], heap.I[some])
-    if recall < RECALL:
+    if recall_of(faiss.knn(unit[some], unit, min(k, len(unit)), metric)[1], heap.I[some]) < RECALL:
         return nearest(unit, unit, k)
-    return np.where(heap.I < 0, heap.I[:, :1], heap.I), recall
+    return np.where(heap.I < 0, heap.I[:, :1], heap.I)
 
 
 def pairs_in(neighbours: np.ndarray) -> np.ndarray:
@@ -193,8 +192,7 @@ class Labels:
     The fit to a class is the cosine with its centre plus 0.3 times the share of the ten nearest images that
     have this class. own: fit to the class without the image; nan if no image is left. other: the highest fit
     to another class, `likely`. lead: by how much it exceeds that of the next one. random: fit to a random
-    class. near: of each view, the image itself and its ten nearest images, int64 [N, 11]; recall: of the
-    search for them.
+    class. near: of each view, the image itself and its ten nearest images, int64 [N, 11].
     """
 
     own: np.ndarray
@@ -203,7 +201,6 @@ class Labels:
     lead: np.ndarray
     random: np.ndarray
     near: list[np.ndarray]
-    recall: float
 
     def scores(self) -> np.ndarray:
         """Return how much more an image belongs to another class than to its own; -2: this is not known."""
@@ -221,19 +218,17 @@ def compare_labels(
     real, found = np.float32, np.zeros((3, len(labels)), np.float32)
     own, likely = np.full(len(labels), np.nan, real), np.zeros(len(labels), np.int64)
     some = ~kept | (np.random.default_rng(5).random(len(labels)) * len(labels) < _KEPT)
-    rng, near, recalls = np.random.default_rng(1), [], [1.0]
+    rng, near = np.random.default_rng(1), []
     for number, view in enumerate(views):
         centres = _Centres.of(view.unit, labels, kept, classes)
         unit = _normalised(centres.sums)
         judged = np.arange(len(labels)) if before is None else np.flatnonzero(view.unseen & some)
-        numbers = nearest(view.unit[judged], unit, 3)[0]
+        numbers = nearest(view.unit[judged], unit, 3)
         if before is None:
             lists = np.stack(
                 [labels, np.where(numbers[:, 0] == labels, numbers[:, :2][:, -1], numbers[:, 0])], 1
             )
-            neighbour, recall = neighbours(view.unit, lists, _VOTERS + 1)
-            near.append(neighbour)
-            recalls.append(recall)
+            near.append(neighbours(view.unit, lists, _VOTERS + 1))
         else:
             near.append(before.near[number])
         for first in range(0, len(judged), _CHUNK):
@@ -256,7 +251,7 @@ def compare_labels(
             cosine = np.einsum("nd,nd->n", _normalised(others), images)
             cosine += _WEIGHT / _VOTERS * (voted == given[:, None]).sum(1)
             own[rows] = np.where(centres.counts[given] > kept[rows], cosine, np.nan)
-    return Labels(own, found[0], likely, found[1], found[2], near, min(recalls))
+    return Labels(own, found[0], likely, found[1], found[2], near)
 
 
 def wrong_labels(found: Labels) -> Found:
@@ -307,7 +302,7 @@ def same_classes(views: Sequence[View], labels: np.ndarray, kept: np.ndarray, cl
     """
     every = [_Centres.of(view.unit, labels, kept, classes) for view in views]
     units = [_normalised(centres.sums) for centres in every]
-    both = distinct([pairs_in(nearest(unit, unit, _CLASSES)[0]) for unit in units])
+    both = distinct([pairs_in(nearest(unit, unit, _CLASSES)) for unit in units])
     both = both[(every[0].counts[both] > 1).all(1)]
     score = np.mean([centres.sameness(*both.T) for centres in every], 0)
     halves = _halves(views, labels, kept, classes)
@@ -326,7 +321,7 @@ def shared_classes(unit: np.ndarray, labels: np.ndarray, classes: int, first: in
     kept = np.ones(len(unit), bool)
     centres = _Centres.of(unit, labels, kept, classes)
     means, numbers, rest = _normalised(centres.sums), np.arange(classes), classes - first
-    near = nearest(means, means, 2)[0]
+    near = nearest(means, means, 2)
     best = np.where(near[:, 0] == numbers, near[:, -1], near[:, 0])
     several = centres.counts > 1
     ones = np.flatnonzero((best[best] == numbers) & (best > numbers) & several & several[best])

@@ -158,7 +158,6 @@ def clean(
         f"Embeddings: {checkpoints}. {judges}",
         *images.summary(),
         f"{share:.0%} of the images are nearest to their own class.{weak if share < 0.8 else ''}",
-        f"Search for neighbours: measured recall {first.recall:.3f}.",
     ]
     return _write(Path(out), f"Proposed changes of {images.place}", summary, parts, proposals)
 
@@ -199,7 +198,7 @@ def overlap(
         open_images(place, [found], **reading) for place, found in zip((one, other), embeddings, strict=True)
     )
     mine_unit, their_unit = mine.views[0].unit, theirs.views[0].unit
-    numbers, recall = nearest(mine_unit, their_unit, _EXAMPLES)
+    numbers = nearest(mine_unit, their_unit, _EXAMPLES)
     copies = planted_copies(mine.source, mine.numbers, mine.pixels)
     found = agreeing(mine.pixels, theirs.pixels, faults.pairs_in(numbers), copies)
     first, second = len(mine.listing.classes), len(theirs.listing.classes)
@@ -207,7 +206,7 @@ def overlap(
     classes = faults.shared_classes(np.concatenate([mine_unit, their_unit]), labels, first + second, first)
     proposals = Proposals(mine)
     parts = proposals.shared(classes, found, theirs)
-    summary = [*mine.summary(), *theirs.summary(), f"Search for neighbours: measured recall {recall:.3f}."]
+    summary = [*mine.summary(), *theirs.summary()]
     return _write(Path(out), f"What {mine.place} shares with {theirs.place}", summary, parts, proposals)
 
 

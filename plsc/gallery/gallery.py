@@ -410,8 +410,8 @@ def batches(origin: Any) -> Iterator[list[Any]]:
         last = entries[-1].id
 
 
-def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, float]:
-    """Return the numbers of the k nearest rows by cosine, int64 [n, k], and the measured recall.
+def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> np.ndarray:
+    """Return the numbers of the k nearest rows by cosine, int64 [n, k].
 
     From 20,000 rows on, by inverted lists, of which as many are searched as a recall of 0.98 needs on 1,000
     queries; if that is a quarter of them, exact search is faster. The nearest row stands for missing ones.
@@ -421,7 +421,7 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
 
     k, metric = min(k, len(rows)), faiss.METRIC_INNER_PRODUCT
     if len(rows) <= _EXACT:
-        return faiss.knn(queries, rows, k, metric)[1], 1.0
+        return faiss.knn(queries, rows, k, metric)[1]
     rng = np.random.default_rng(0)
     lists = int(2 * np.sqrt(len(rows)))
     index = faiss.IndexIVFScalarQuantizer(
@@ -437,11 +437,11 @@ def nearest(queries: np.ndarray, rows: np.ndarray, k: int) -> tuple[np.ndarray, 
     while recall < RECALL:
         index.nprobe *= 2
         if index.nprobe >= lists // 4:
-            return faiss.knn(queries, rows, k, metric)[1], 1.0
+            return faiss.knn(queries, rows, k, metric)[1]
         recall = recall_of(exact, index.search(some, k)[1])
     with redirect_stdout(None):  # it prints its progress
         _, numbers = big_batch_search(index, queries, k)  # matrix products, list by list
-    return np.where(numbers < 0, numbers[:, :1], numbers), recall
+    return np.where(numbers < 0, numbers[:, :1], numbers)
 
 
 def recall_of(exact: np.ndarray, found: np.ndarray) -> float:

@@ -63,7 +63,7 @@ def of_scores(scores, rng):
     """Return what `compare_labels` would, for these scores; random labels have scores of about 7."""
     random = np.abs(scores) / 2 - rng.normal(7, 1, len(scores))
     nothing = np.zeros(len(scores), int)
-    return Labels(-scores / 2, scores / 2, nothing, scores, random, [], 1.0)
+    return Labels(-scores / 2, scores / 2, nothing, scores, random, [])
 
 
 @pytest.mark.parametrize("true", [0, 6, 30, 300])
@@ -185,18 +185,17 @@ def test_a_network_does_not_judge_the_images_that_it_has_learned():
     assert len(proposed(wrong_labels(compare_labels(one_view(learned), labels, everything, 100)))) == 0
 
 
-def test_the_measured_recall_of_inverted_lists_is_that_of_an_exact_search(monkeypatch):
+def test_inverted_lists_find_the_share_of_an_exact_search_that_is_asked_for(monkeypatch):
     unit = embed(np.repeat(np.arange(300), 10), 1.5)
     cosines = unit @ unit.T
     exact = np.argsort(-cosines, 1)[:, :6]
     monkeypatch.setattr(vectors, "_EXACT", 100)
     for least in (0.1, 0.98):
         monkeypatch.setattr(vectors, "RECALL", least)
-        numbers, recall = nearest(unit, unit, 6)
+        numbers = nearest(unit, unit, 6)
         true = np.mean([np.isin(one, two).mean() for one, two in zip(exact, numbers, strict=True)])
-        assert recall == pytest.approx(true, abs=0.02)
-        assert recall >= least
-        assert (least < 0.5) == (recall < 0.95)
+        assert true >= least - 0.02
+        assert (least < 0.5) == (true < 0.96)
 
 
 @pytest.mark.parametrize("is_right", [True, False])
@@ -207,12 +206,11 @@ def test_neighbours_are_those_of_an_exact_search_whatever_the_lists(is_right):
     if not is_right:
         lists = np.random.default_rng(0).permutation(lists)
     cosines = unit @ unit.T
-    numbers, recall = neighbours(unit, lists, 3)
+    numbers = neighbours(unit, lists, 3)
     true = np.mean(
         [np.isin(a, b).mean() for a, b in zip(np.argsort(-cosines, 1)[:, :3], numbers, strict=True)]
     )
-    assert recall == pytest.approx(true, abs=0.02)
-    assert recall >= 0.98
+    assert true >= 0.96
     assert (numbers[:, 0] == np.arange(len(labels))).all()
 
 
@@ -221,7 +219,7 @@ def test_a_row_is_repeated_if_the_inverted_lists_have_too_few(monkeypatch):
     monkeypatch.setattr(vectors, "RECALL", 0.0)
     monkeypatch.setattr(vectors, "SAMPLE", 1)
     unit = embed(np.arange(400))
-    numbers, _ = nearest(unit, unit, 100)
+    numbers = nearest(unit, unit, 100)
     assert numbers.min() >= 0
     assert (numbers == numbers[:, :1])[:, 1:].any()
 
