@@ -210,22 +210,20 @@ def publishing_folder(path: str | Path) -> Iterator[Path]:
 class Workspace:
     """The folder ``.<name>.plsc-partial`` in `parent`, locked while this process lives.
 
-    Files left by an earlier, killed run are removed; `cleaned` is True if there were any. Leaving the
-    context removes the folder unless it was published. Raises DataError if another run holds the lock.
+    Files left by an earlier, killed run are removed. Leaving the context removes the folder unless it was
+    published. Raises DataError if another run holds the lock.
 
     mode: permissions of the folder, less those that the umask removes.
     """
 
     def __init__(self, parent: Path, name: str, mode: int = 0o777) -> None:
         self.path = parent / f".{name}{WORKSPACE_SUFFIX}"
-        self.cleaned = False
         self._name = name
         self._is_published = False
         with _as_data_error(parent / name):
             parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._claim(mode)
             for entry in list(self.path.iterdir()):
-                self.cleaned = True
                 shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
 
     def __enter__(self) -> Workspace:
