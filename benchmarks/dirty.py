@@ -11,9 +11,8 @@ Plantings of a set, as hard links in class folders:
 
 - clean: nothing.
 - dirty: an eighth of the characters are two classes, each with half of the images; then 20 % of all images
-  are in another class, drawn at random; as many images as
-  divided characters have a near duplicate in another class: shifted by up to one pixel, brighter or darker by
-  up to 10 %, and saved as JPEG.
+  are in another class, drawn at random; as many images as divided characters have a near duplicate in
+  another class: shifted by up to one pixel, brighter or darker by up to 10 %, and saved as JPEG.
 - similar: 5 % of the images are in one of the five classes that look most alike.
 
 Look alike: the mean images, without the level of the paper, correlate most. Where the correlation is at least
@@ -249,8 +248,7 @@ def measure(
             for change in csv.DictReader(file, delimiter="\t"):
                 name, is_right, counts = truth.judge(change)
                 if counts:
-                    subject = change["class"], change["image"] + change["to"]
-                    proposals[name].setdefault(subject, is_right)
+                    proposals[name].setdefault((change["class"], change["image"] + change["to"]), is_right)
         for name, found in proposals.items():
             right = sum(found.values())
             shares = f"{right / max(len(found), 1):.3f}", f"{right / max(planted[name], 1):.3f}"
