@@ -195,7 +195,8 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             problem = "unknown flag" if flag.startswith("-") else "unexpected argument"
-            self.error(f"{problem} {flag}{self._hint(flag.lstrip('-'))}")
+            hint = "; a switch is --NAME or --no-NAME" if flag.lower() in ("true", "false") else ""
+            self.error(f"{problem} {flag}{hint or self._hint(flag.lstrip('-'))}")
         if getattr(namespace, "quiet", False):
             logging.getLogger("plsc").setLevel(logging.WARNING)  # until `on_terminal` ends
         options = Options()
@@ -245,7 +246,8 @@ def describe_options(wanted: str) -> str:
     lines = []
     for spec in found:
         setter = f", {spec.setter}" if spec.setter else ""
-        lines.append(f"--{spec.path} ({describe_kind(spec.kind)}, default: {spec.default}{setter})")
+        kind = f"or --no-{spec.path}" if spec.kind is bool else describe_kind(spec.kind)
+        lines.append(f"--{spec.path} ({kind}, default: {spec.default}{setter})")
         lines += textwrap.wrap(spec.meaning, **blank)  # type: ignore[arg-type]
     return "\n".join(lines)
 
