@@ -42,6 +42,6 @@ plsc index "$model" "$gallery" --images "$data/unseen/images"
 pictures=("$data"/unseen/images/0019/*.png) # of a character that is unlike the trained ones
 echo "search with a picture of a class that the network never saw; the first result is the picture itself:"
 echo "  .venv/bin/plsc search $model $gallery ${pictures[0]}"
-echo "serve the trained classes; search with ${pictures[1]} before and after you enrol ${pictures[0]}:"
+echo "serve the trained classes; once you enrol ${pictures[0]}, it comes first in a search with ${pictures[1]}:"
 echo "  .venv/bin/plsc serve $model"
 cat "$run/summary.txt"

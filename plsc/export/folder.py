@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -171,6 +172,8 @@ def checksum_of(weights: Mapping[str, Tensor]) -> str:
 
 def read_about(folder: Path) -> dict[str, Any]:
     """Return the contents of model.json. Raises CheckpointError if it is not the description of a model."""
+    if not os.path.lexists(folder / MODEL_NAME):
+        raise CheckpointError(f"{folder} has no {MODEL_NAME}; expected a folder that plsc export has written")
     about: Any = read_record(_About, folder / MODEL_NAME, folder / MODEL_NAME, most=_MOST_BYTES)
     return dict(about)
 
