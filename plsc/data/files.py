@@ -30,7 +30,15 @@ from safetensors.numpy import save
 
 from plsc.data.native import crc32, read_ranges
 from plsc.errors import DataError, naming
-from plsc.storage.blocks import Bytes, LocalBytes, fingerprint_of, open_bytes, streamed, text_lines
+from plsc.storage.blocks import (
+    Bytes,
+    Fingerprint,
+    LocalBytes,
+    fingerprint_of,
+    open_bytes,
+    streamed,
+    text_lines,
+)
 from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside, open_regular
 from plsc.storage.urls import (
@@ -190,11 +198,18 @@ def _below(folder: str, name: str) -> str:
 class Shards:
     """Many files, of which the 64 last used are open. Thread-safe and picklable.
 
-    data_dir: folder of the list that names the files, as of `folder_of`.
+    Each is as it was at first: whoever opens one that was replaced since, whose offsets are others, gets a
+    DataError. data_dir: folder of the list that names the files, as of `folder_of`.
     """
 
-    def __init__(self, locations: Sequence[str], data_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        locations: Sequence[str],
+        data_dir: str | None = None,
+        fingerprints: Sequence[Fingerprint] | None = None,
+    ) -> None:
         self.locations, self._data_dir = list(locations), data_dir
+        self.fingerprints = fingerprints or [fingerprint_of(one) for one in self.locations]
         self._open: OrderedDict[int, Bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -205,7 +220,10 @@ class Shards:
             if found is None:
                 location, data_dir = self.locations[shard], self._data_dir
                 folder = None if data_dir is None else folder_of(location, data_dir)
-                found = self._open[shard] = open_bytes(location, folder)
+                found = open_bytes(location, folder)
+                if found.fingerprint != self.fingerprints[shard]:
+                    raise DataError(f"{shown(location)} changed while in use; start again")
+                self._open[shard] = found
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
                     self._open.popitem(last=False)
             else:
@@ -234,7 +252,11 @@ class Shards:
             yield from read_ranges(numbers, offsets[some], lengths[some])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"locations": self.locations, "data_dir": self._data_dir}
+        return {
+            "locations": self.locations,
+            "data_dir": self._data_dir,
+            "fingerprints": self.fingerprints,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -288,10 +310,8 @@ class MappedArray(np.ndarray):
         return (_map_again, self.where) if self.where is not None else super().__reduce__()
 
 
-def load_or_build(
-    files: Sequence[str | Path], kind: str, build: Callable[[], Arrays]
-) -> dict[str, np.ndarray]:
-    """Return the index of `files`: from its index file if that is valid and current, else from ``build()``.
+def load_or_build(shards: Shards, kind: str, build: Callable[[], Arrays]) -> dict[str, np.ndarray]:
+    """Return the index of files: from its index file if that is valid and current, else from ``build()``.
 
     The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
     are remote or their folder is not writable. Whom a data file's mode keeps out cannot read it. It is
@@ -300,7 +320,7 @@ def load_or_build(
     file has no version in its store, the arrays stay in memory.
 
     Args:
-        files: local paths or fsspec URLs, in order.
+        shards: the files: local paths or fsspec URLs, in order.
         kind: content and version of the index, such as ``base64-1``; after a blank, any text with all options
             that it depends on. The header has the text, the name of the file a hash of it.
         build: returns named arrays, C-contiguous, of uint8, or of 32- or 64-bit integers or floats.
@@ -308,8 +328,8 @@ def load_or_build(
     Raises:
         DataError: a data file is missing, or changed while being read.
     """
+    files, fingerprints = shards.locations, shards.fingerprints
     names = _names(files)
-    fingerprints = [fingerprint_of(file) for file in files]
     versions = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
     identity = {"kind": kind, "files": json.dumps(versions)}
     is_versioned = all(fingerprint.version for fingerprint in fingerprints)
@@ -365,7 +385,7 @@ def _load(path: Path, identity: dict[str, str]) -> dict[str, np.ndarray] | None:
     """Return the arrays of an index file, or None if it is missing, outdated, damaged or of another user."""
     try:
         about, arrays, owner = _map(path)
-        # Nor that of the data's owner: the paths and names in an index have been checked, by whoever wrote it.
+        # Nor that of the data's owner: the paths in an index have been checked, by whoever wrote it.
         is_current = owner in (0, os.geteuid()) and about == {**identity, "crc32": _crc(arrays)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None

@@ -44,7 +44,7 @@ from plsc.storage.urls import (
 
 _MAX_LINE_BYTES = 8192  # of a label.txt or a list of images
 _NO_LIST = re.compile(rb"\s*<|%PDF|.*[\0-\x08\x0e-\x1f]", re.DOTALL)
-_UNUSUAL = b":%\\\0\r\t"  # in paths that `located` examines; the others are many. URL clients drop tabs
+_UNUSUAL = b":%\\\0\r\n\t"  # in paths that `located` examines; the others are many. URL clients drop \n, \t
 
 
 class LabelFileSource(FileSource):

@@ -82,7 +82,7 @@ class RowSource(FileSource, ColumnSource):
         self._title = base_name(shown(location))
         how = json.dumps([image, label, labels.names_wanted, *self._place[:2]])
         kind = f"{self._kind} {hashlib.sha256(how.encode()).hexdigest()}"  # URLs may have secrets
-        index = load_or_build([location], kind, lambda: self._build(location, image, label, labels))
+        index = load_or_build(Shards([location]), kind, lambda: self._build(location, image, label, labels))
         self._paths, self._lines = PathTable(index["text"], index["ends"]), index["lines"]
         return index
 
@@ -226,7 +226,7 @@ class Base64Source(IndexedSource):
     ) -> None:
         self.locations = read_file_list(data_dir, file_list, allowed=allowed)
         self._files = Shards(self.locations, str(data_dir))
-        index = load_or_build(self.locations, KIND, self._build)
+        index = load_or_build(self._files, KIND, self._build)
         self._offsets, self._lengths = index["offsets"], index["lengths"]
         self._labels, self._lines = index["labels"], index["lines"]
         self._firsts = index["firsts"]

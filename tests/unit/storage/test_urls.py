@@ -144,6 +144,8 @@ def test_a_list_elsewhere_names_no_local_file_no_other_server_and_no_folder_abov
             located("hdfs://evil:8020/a", place, (), "hdfs:///set/list.csv")
     with pytest.raises(DataError, match="location"):  # a server leaves out the tab
         listed_path(b".\t./private/a.jpg", "http://host/faces", (), "/pairs.csv")
+    with pytest.raises(DataError, match="location"):
+        listed_path(b".\n./private/a.jpg", "http://host/faces", (), "/rows.json")
     assert listed_path(b"a\tb.jpg", "/faces", (), "/pairs.csv") == b"a\tb.jpg"
 
 
