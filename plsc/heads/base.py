@@ -13,15 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import DataError, OptionError
-from plsc.heads.geometry import Normalise, normalised, norms
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import (
     REPORTED,
     Execution,
+    Normalise,
     Queries,
     TorchBackend,
     count_hits,
+    normalised,
+    norms,
     top_of_logits,
     top_of_ranks,
     top_of_rows,

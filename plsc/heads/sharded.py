@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.base import GlobalBatch, Head, HeadOutput
-from plsc.heads.geometry import normalised, norms
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import (
@@ -44,6 +43,8 @@ from plsc.heads.softmax import (
     Sums,
     TorchBackend,
     count_hits,
+    normalised,
+    norms,
     top_of_ranks,
     top_of_rows,
 )

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.geometry import normalisation_backward, normalised
 from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.weights import Rows, States, read_dtype
 from plsc.parallel.collectives import send_rows, to_device
@@ -324,6 +324,61 @@ def tile_size(device: torch.device, batch: int, dimension: int = 0) -> int:
         return tile
     # Each tile reads and writes the weighted sum [B, D]: with 2 D class weights a quarter of the bytes moved.
     return max(tile // 128, -(-2 * dimension // 128)) * 128
+
+
+# Norms and unit vectors, with exact and finite gradients for extreme input. Norms from 2^-120 to 2^126 are
+# exact to rounding in float32 and bfloat16. A shorter vector is treated as zero: its unit vector and its
+# gradient are zero. The same holds for a finite vector whose norm overflows float32. The kernels follow the
+# same rules.
+
+SHORTEST = 2.0**-120  # shorter vectors count as zero, so gradients (at most s / |W|) stay finite in float32
+_UNDERFLOW_NORM = 2.0**-40  # below this norm, squares that underflowed may matter
+_RESCALE = 2.0**100  # moves every norm outside the safe range into it
+
+
+def norms(x: Tensor) -> Tensor:
+    """Return |x| over the last dimension, in float32 or float64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = x.norm(dim=-1)
+    factor = torch.where(length < _UNDERFLOW_NORM, _RESCALE, torch.where(length.isinf(), 1 / _RESCALE, 1.0))
+    if x.is_cuda or bool((factor != 1).any()):  # on a GPU without the test, which would synchronise
+        factor = factor.to(x.dtype)
+        length = (x * factor[..., None]).norm(dim=-1) / factor
+    return length
+
+
+def normalised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x / |x| over the last dimension, and |x|; not differentiable. Zero vectors stay zero."""
+    length = norms(x)
+    return x * _reciprocal(length)[..., None], length
+
+
+def normalisation_backward(gradient: Tensor, unit: Tensor, length: Tensor) -> Tensor:
+    """Return the gradient of x from the gradient g of its unit vector u: (g - (g . u) u) / |x|."""
+    along = (gradient * unit).sum(dim=-1, keepdim=True)
+    return (gradient - along * unit) * _reciprocal(length)[..., None]
+
+
+class Normalise(torch.autograd.Function):
+    """`normalised`, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the unit vectors."""
+        unit, length = normalised(x)
+        ctx.save_for_backward(unit, length)
+        ctx.like = x.dtype
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient of the vectors."""
+        return normalisation_backward(gradients[0], *ctx.saved_tensors).to(ctx.like)
+
+
+def _reciprocal(length: Tensor) -> Tensor:
+    """Return 1 / length, and 0 for lengths that count as zero."""
+    return torch.where(length >= SHORTEST, 1 / length, 0)
 
 
 # The classes with the highest logits, among the class weights of a rank and then of all ranks, without the

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.geometry import normalisation_backward
 from plsc.heads.margins import Margin
-from plsc.heads.softmax import ForwardContext
+from plsc.heads.softmax import ForwardContext, normalisation_backward
 from plsc.heads.weights import Rows, copy_to_device
 from plsc.parallel.collectives import ScatteredSum
 

@@ -273,7 +273,7 @@ def _cosines(c, bias, position, start, count, width, sample, column):
 
 @triton.jit
 def _inverse_length(w):
-    """Return 1 / |w|, or 0 if |w| counts as zero, as plsc/heads/geometry.py."""
+    """Return 1 / |w|, or 0 if |w| counts as zero, as plsc/heads/softmax.py."""
     length = tl.sqrt(tl.sum(w * w))
     if (length < 2.0**-40) | (length == float("inf")):
         by = tl.where(length < 1.0, 2.0**100, 2.0**-100)

@@ -47,7 +47,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#define SHORTEST 0x1p-120f /* as in plsc/heads/geometry.py */
+#define SHORTEST 0x1p-120f /* as in plsc/heads/softmax.py */
 #define MINUS_INFINITY (-__builtin_inff())
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -184,7 +184,7 @@ static __attribute__((noinline)) float inverse_of_extreme(const void *row, int i
   return length >= SHORTEST ? 1.0f / length : 0;
 }
 
-/* 1 / |row|, or 0 if |row| counts as zero, as plsc/heads/geometry.py. */
+/* 1 / |row|, or 0 if |row| counts as zero, as plsc/heads/softmax.py. */
 INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   vec sum = {0};
   for (int64_t d = 0; d < dimension; d += WIDTH) {
