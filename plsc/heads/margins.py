@@ -108,7 +108,7 @@ class Margin(nn.Module, ABC):
 
         cosine: [T], between the embeddings of any T samples and the weights of their class. norm: [T], of
         these embeddings. T is a part of the batch, in any order: what depends on the whole batch belongs into
-        `observe`. For random numbers, use `rules.noise` of the norm and a counted step: torch's generators
+        `observe`. For random numbers, use `weights.noise` of the norm and a counted step: torch's generators
         would differ by the number of ranks.
         """
 

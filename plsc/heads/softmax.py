@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.rules import Rule, apply_rule
-from plsc.heads.weights import Rows, States, read_dtype
+from plsc.heads.weights import Rows, Rule, States, apply_rule, read_dtype
 from plsc.parallel.collectives import send_rows, to_device
 
 BACKENDS = ("auto", "torch", "native", "triton")

@@ -7,7 +7,7 @@
    micro-batch. It computes gradients and updates one tile of class weights at a time. A skipped step discards
    the contexts.
 
-rules.py has the update formulas. The head is a `ShardedHead`, which imports this file.
+weights.py has the update formulas. The head is a `ShardedHead`, which imports this file.
 """
 
 from __future__ import annotations

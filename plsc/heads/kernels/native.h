@@ -57,7 +57,7 @@ struct plsc_rule {
   double lr, momentum, weight_decay, beta1, beta2, eps;
   uint32_t key;       /* of the class weights; the states use key + 1, key + 2 */
   int32_t state_is_bf16[2];
-  void *state[2];     /* as in plsc/heads/rules.py */
+  void *state[2];     /* as in plsc/heads/weights.py */
   int32_t *steps;     /* adamw */
 };
 

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.heads.rules import Rule, kernel_states
 from plsc.heads.softmax import ENGINES, ForwardContext, Queries, Sums, TorchBackend
-from plsc.heads.weights import Rows, States
+from plsc.heads.weights import Rows, Rule, States, kernel_states
 
 _ABI = 4  # PLSC_ABI of native.h
 _LIBRARY = Path(__file__).with_name("libnative.so")

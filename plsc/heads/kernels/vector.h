@@ -196,7 +196,7 @@ INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   return inverse_of_extreme(row, is_bf16, dimension);
 }
 
-/* The hash of plsc/heads/rules.py (_mix), of a number or of each element of a vector. */
+/* The hash of plsc/heads/weights.py (_mix), of a number or of each element of a vector. */
 #define GOLDEN 0x9e3779b9u
 #define MIX(x) (x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^ (x >> 16))
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from plsc.errors import OptionError
 from plsc.heads.kernels import choose_backend, native
-from plsc.heads.rules import Rule, apply_rule
 from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries, Sums
-from plsc.heads.weights import SCALE_BYTES, Rows, States, decode_rows, encode_rows
+from plsc.heads.weights import SCALE_BYTES, Rows, Rule, States, apply_rule, decode_rows, encode_rows
 
 pytestmark = pytest.mark.skipif(
     native.unavailable() is not None, reason=f"native kernels: {native.unavailable()}"
