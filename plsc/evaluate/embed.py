@@ -20,7 +20,7 @@ from plsc.errors import DataError
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result
 from plsc.heads import Head
-from plsc.heads.softmax import REPORTED, count_hits
+from plsc.heads.base import REPORTED, count_hits
 from plsc.machine import Counter
 from plsc.models.base_model import evaluating
 from plsc.parallel.collectives import Arriving, class_range, sum_over_ranks

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from plsc.errors import CheckpointError, OptionError
 from plsc.heads.sharded import ShardedHead
-from plsc.heads.softmax import ForwardContext
-from plsc.heads.update import rows_of
+from plsc.heads.softmax import ForwardContext, rows_of
 from plsc.heads.weights import (
     MOMENTUM,
     Rows,

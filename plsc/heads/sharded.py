@@ -7,7 +7,7 @@
 Communication does not grow with the number of classes, and no matrix [B, classes] is allocated.
 
 The forward pass already computes the gradient of the embeddings. The optimizer's step reads the class weights
-a second time and updates them tile by tile (update.py), so it never allocates the gradient of all of them.
+a second time and updates them tile by tile (optimizers.py), so it never allocates the gradient of all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.base import GlobalBatch, Head, HeadOutput
+from plsc.heads.base import REPORTED, GlobalBatch, Head, HeadOutput, count_hits, top_of_ranks, top_of_rows
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.sampling import (
@@ -36,19 +36,17 @@ from plsc.heads.sampling import (
     nearest,
 )
 from plsc.heads.softmax import (
-    REPORTED,
+    EmbeddingGradient,
     Execution,
     ForwardContext,
+    HeadLoss,
     Queries,
+    SavedContexts,
     Sums,
     TorchBackend,
-    count_hits,
     normalised,
     norms,
-    top_of_ranks,
-    top_of_rows,
 )
-from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
 from plsc.heads.weights import RowFile, Rows, copy_to_device
 from plsc.parallel.collectives import ScatteredSum, gather_together, span, sum_over_ranks, to_device
 from plsc.seeds import hash_key
