@@ -6,8 +6,8 @@
 
 Communication does not grow with the number of classes, and no matrix [B, classes] is allocated.
 
-The forward pass already computes the gradient of the embeddings. The optimizer's step reads the class weights
-a second time and updates them tile by tile (optimizers.py), so it never allocates the gradient of all of them.
+The forward pass already computes the gradient of the embeddings. The optimizer's step (optimizers.py) reads
+the class weights a second time and updates them tile by tile: it never allocates the gradient of all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* The interface between plsc/heads/kernels/native.py and the library.
+/* The interface between plsc/heads/kernels/__init__.py and the library.
  *
  * Notation of docs/life_of_a_step.md and plsc/heads/softmax.py: B samples, D embedding size, n selected class
  * weights (rows). All arrays are contiguous. Increase PLSC_ABI whenever a structure or function here changes.

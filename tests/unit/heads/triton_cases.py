@@ -13,7 +13,7 @@ from plsc.heads.kernels.triton_backend import TritonBackend
 from plsc.heads.softmax import ForwardContext, Sums, rows_of
 from plsc.heads.weights import Rule, _write, apply_rule, decode_rows, encode_rows, noise, scale_bytes
 from tests.unit.heads.test_int8 import expected_codes, parts_of
-from tests.unit.heads.test_native import (
+from tests.unit.heads.test_kernels import (
     BF16,
     FLOAT,
     INT8,
