@@ -1,4 +1,4 @@
-"""The sharded head: each rank holds the weights of its own classes only.
+"""The sharded head: each rank holds the weights of its own classes only; and the choice of a head.
 
 1. The ranks gather embeddings and labels (B x D values).
 2. Each rank computes the logits of its own classes for the global batch, tile by tile (softmax.py).
@@ -21,10 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.base import REPORTED, GlobalBatch, Head, HeadOutput, count_hits, top_of_ranks, top_of_rows
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.heads.base import (
+    REPORTED,
+    DenseHead,
+    GlobalBatch,
+    Head,
+    HeadOutput,
+    count_hits,
+    top_of_ranks,
+    top_of_rows,
+)
 from plsc.heads.kernels import choose_backend
-from plsc.heads.margins import Margin
+from plsc.heads.margins import MARGINS, Margin, build_margin
 from plsc.heads.sampling import (
     KEPT_BYTES,
     Neighbours,
@@ -47,11 +56,46 @@ from plsc.heads.softmax import (
     normalised,
     norms,
 )
-from plsc.heads.weights import RowFile, Rows, copy_to_device
+from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, copy_to_device, read_dtype
 from plsc.parallel.collectives import ScatteredSum, gather_together, span, sum_over_ranks, to_device
 from plsc.seeds import hash_key
 
+LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)
+
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
+
+
+def build_head(
+    loss_type: str, class_num: int, emb_size: int, *, margin: Margin | None = None, **settings: Any
+) -> Head:
+    """Return the head for a loss type: ``dist_<margin>`` (sharded) or ``<margin>`` (replicated).
+
+    Args:
+        loss_type: one of LOSS_TYPES.
+        class_num: total number of classes C.
+        emb_size: embedding size D.
+        margin: used instead of that of the loss type; None: that one, with its default settings.
+        settings: the other arguments of `ShardedHead`. A replicated head supports only centers, row_dtype
+            (float32 or float64), seed and group.
+
+    Raises:
+        OptionError: unknown loss type, or an option that this head does not support.
+    """
+    if loss_type not in LOSS_TYPES:
+        raise OptionError(f"unknown loss type {loss_type!r}; {suggest(loss_type, LOSS_TYPES)}")
+    margin = build_margin(loss_type.removeprefix("dist_")) if margin is None else margin
+    if loss_type.startswith("dist_"):
+        return ShardedHead(class_num, emb_size, margin, **settings)
+    sampling, offload = settings.pop("sampling", None), settings.pop("offload", False)
+    row_dtype = read_dtype("row_dtype", settings.pop("row_dtype", torch.float32), ROW_DTYPES)
+    if (sampling is not None and sampling.is_partial) or offload or row_dtype in (torch.bfloat16, torch.int8):
+        raise OptionError(
+            f"{loss_type} is a replicated head, which does not support sampling, offload, bfloat16 or int8 "
+            f"class weights; use dist_{loss_type}"
+        )
+    for unused in ("execution", "on_nonfinite", "file"):  # how a sharded head computes
+        settings.pop(unused, None)
+    return DenseHead(class_num, emb_size, margin, row_dtype=row_dtype, **settings)
 
 
 @dataclass
