@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, refusing, suggest
-from plsc.models.base_model import BaseModel, evaluating
-from plsc.models.dry_run import check_model
+from plsc.models.base_model import BaseModel, check_model, evaluating
 from plsc.models.layers import EmbeddingNeck
 from plsc.models.recomputation import find_blocks
 from plsc.names import DEFAULT_NECK, load_function, names_code

@@ -43,8 +43,7 @@ from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.inputs import Input
 from plsc.machine import Counter
-from plsc.models.base_model import evaluating, find_layers, keeping_outputs
-from plsc.models.dry_run import dry_run
+from plsc.models.base_model import dry_run, evaluating, find_layers, keeping_outputs
 from plsc.parallel.failure import on_every_rank, on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.embeddings import (

@@ -53,13 +53,13 @@ from plsc.models import BaseModel, build_model, check_model
 from plsc.models.base_model import (
     Custom,
     Initialization,
+    choose_memory_format,
     copy_expanded_buffers,
     freeze,
     initialise_by_rule,
     unfreeze,
     unwrap,
 )
-from plsc.models.dry_run import choose_memory_format
 from plsc.models.precision import LossScaler, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
 from plsc.models.sync_batch_norm import SampleNumbers, synchronise_batch_norm, use_sample_dropout
