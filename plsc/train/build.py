@@ -62,10 +62,9 @@ from plsc.models.base_model import (
 )
 from plsc.models.precision import LossScaler, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
-from plsc.models.sync_batch_norm import SampleNumbers, synchronise_batch_norm, use_sample_dropout
 from plsc.names import load_function, names_code
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters
-from plsc.parallel.backbone import sum_gradients
+from plsc.parallel.backbone import SampleNumbers, sum_gradients, synchronise_batch_norm, use_sample_dropout
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
 from plsc.storage.regular import open_regular

@@ -26,8 +26,8 @@ from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
 from plsc.models.base_model import Initialization, find_layers, keeping_outputs
 from plsc.models.precision import LossScaler
-from plsc.models.sync_batch_norm import SampleNumbers
 from plsc.optim import Factory, Schedule, ScheduleFunction
+from plsc.parallel.backbone import SampleNumbers
 from plsc.parallel.world import World
 from plsc.train.data import TrainingData
 from plsc.train.targets import HeldOutSet, Target, TestReader
