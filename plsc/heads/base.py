@@ -17,7 +17,7 @@ from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import Margin
 from plsc.heads.softmax import Execution, Normalise, Queries, TorchBackend, normalised, norms
 from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, initial_rows, read_dtype, scale_bytes
-from plsc.parallel.collectives import (
+from plsc.parallel.world import (
     class_range,
     gather_rows,
     gather_sizes,

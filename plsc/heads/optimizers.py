@@ -24,7 +24,7 @@ from plsc.heads.weights import (
     read_dtype,
     write_back,
 )
-from plsc.parallel.collectives import sum_over_ranks
+from plsc.parallel.world import sum_over_ranks
 from plsc.seeds import hash_key
 
 

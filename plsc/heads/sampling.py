@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from plsc.errors import OptionError
 from plsc.heads.weights import PAGE, Rows
-from plsc.parallel.collectives import sum_over_ranks, to_device
+from plsc.parallel.world import sum_over_ranks, to_device
 from plsc.seeds import hash_key
 
 

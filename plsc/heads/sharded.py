@@ -57,7 +57,7 @@ from plsc.heads.softmax import (
     norms,
 )
 from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, copy_to_device, read_dtype
-from plsc.parallel.collectives import ScatteredSum, gather_together, span, sum_over_ranks, to_device
+from plsc.parallel.world import ScatteredSum, gather_together, span, sum_over_ranks, to_device
 from plsc.seeds import hash_key
 
 LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)

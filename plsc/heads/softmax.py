@@ -28,7 +28,7 @@ from torch import Tensor
 from plsc.errors import OptionError
 from plsc.heads.margins import Margin
 from plsc.heads.weights import Rows, Rule, States, apply_rule, copy_to_device, read_dtype
-from plsc.parallel.collectives import ScatteredSum, to_device
+from plsc.parallel.world import ScatteredSum, to_device
 
 BACKENDS = ("auto", "torch", "native", "triton")
 # The C kernels by instruction set, fastest first: for tests and benchmarks. 'native' chooses.

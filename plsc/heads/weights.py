@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.parallel.collectives import Arriving, span, to_device
+from plsc.parallel.world import Arriving, span, to_device
 from plsc.seeds import hash_key
 
 States = dict[str, Tensor]

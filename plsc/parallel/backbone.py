@@ -20,8 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
-from plsc.parallel.collectives import all_gather, gather_rows, gather_sizes, span
-from plsc.parallel.world import World
+from plsc.parallel.world import World, all_gather, gather_rows, gather_sizes, span
 
 
 def sum_gradients(network: nn.Module, world: World, bucket_mb: float = 25.0) -> nn.Module:

@@ -65,8 +65,7 @@ from plsc.models.recomputation import CompiledNetwork, recompute_activations
 from plsc.names import load_function, names_code
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters
 from plsc.parallel.backbone import SampleNumbers, sum_gradients, synchronise_batch_norm, use_sample_dropout
-from plsc.parallel.collectives import class_range
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_range
 from plsc.storage.regular import open_regular
 from plsc.train.targets import HeldOutSet, Target, TestReader, load_targets, open_held_out
 

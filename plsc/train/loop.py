@@ -17,9 +17,8 @@ from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError, TrainingInterrupted
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.parallel.backbone import equal_buffers
-from plsc.parallel.collectives import gather_rows, span
 from plsc.parallel.failure import StopSignal
-from plsc.parallel.world import World
+from plsc.parallel.world import World, gather_rows, span
 from plsc.train.callbacks import CurrentStep, Position, Run
 from plsc.train.restore import WarmStart
 from plsc.train.saving import Saver

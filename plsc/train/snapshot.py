@@ -49,8 +49,7 @@ from plsc.optim import (
     has_own_state_dict,
 )
 from plsc.parallel.backbone import equal_buffers
-from plsc.parallel.collectives import class_ranges
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.urls import without_secrets
 from plsc.train.callbacks import Run

@@ -1,4 +1,4 @@
-"""DDP of the backbone, synchronised batch norms, class ranges, and ranks that restart with a used store."""
+"""Class ranges, and ranks that restart with a used store."""
 
 import threading
 
@@ -8,8 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.parallel.collectives import class_ranges
-from plsc.parallel.world import unused_store
+from plsc.parallel.world import class_ranges, unused_store
 
 
 @given(st.integers(1, 500), st.integers(1, 40))
