@@ -17,8 +17,17 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from plsc.data.augment import IsolatedRandom, Operation, Transform, apply_transform, are_mirrored
-from plsc.data.batch import BadSample, Batch, SampleNames, new_images
+from plsc.data.batch import (
+    BadSample,
+    Batch,
+    IsolatedRandom,
+    Operation,
+    SampleNames,
+    Transform,
+    apply_transform,
+    are_mirrored,
+    new_images,
+)
 from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.order import BatchPlan
 from plsc.data.sources.base import Source, TorchDatasetSource

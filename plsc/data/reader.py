@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.data.augment import IsolatedRandom
-from plsc.data.batch import Batch
+from plsc.data.batch import Batch, IsolatedRandom
 from plsc.data.decode import ImageShape, decode_image
 from plsc.data.order import count_steps, is_limited, limited
 from plsc.data.sources.base import whole_number

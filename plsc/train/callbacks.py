@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from plsc.checkpoint import Retention, ShardedTensor
 from plsc.checkpoint.manifest import CALLBACK, OpenedCheckpoint, Role
 from plsc.config import Config
-from plsc.data.augment import Transform
-from plsc.data.batch import Batch
+from plsc.data.batch import Batch, Transform
 from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput, RowOptimizer
 from plsc.heads.weights import decode_rows

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms import v2
 
-from plsc.data.augment import are_mirrored
-from plsc.data.batch import Batch
+from plsc.data.batch import Batch, are_mirrored
 from plsc.data.decode import decode_image
 from plsc.data.loader import CachedSource, Recipe, SampleCache, SourceLoader
 from plsc.data.order import BatchPlan
