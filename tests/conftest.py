@@ -24,7 +24,7 @@ LONGEST = """
     unit/train/test_acceleration.py distributed/test_kill.py distributed/test_equal_ranks.py
     system/test_demo_data.py system/test_warm_start.py system/test_partition.py system/test_bad_input.py
     system/test_protocols.py system/test_data_options.py system/test_entry.py system/test_classes.py
-    system/test_native_builds.py system/test_docs.py unit/data/test_workers.py unit/test_export.py
+    system/test_native_builds.py system/test_docs.py unit/data/test_loader.py unit/test_export.py
     distributed/test_nano.py contract/test_runs.py system/test_guide.py
 """.split()  # noqa: SIM905
 

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.data.loader import BatchReader, Recipe
+from plsc.data.loader import BatchReader, Recipe, in_order
 from plsc.data.sources.base import Source
-from plsc.data.workers import in_order
 from plsc.errors import DataError
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result
