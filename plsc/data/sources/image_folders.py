@@ -15,8 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from plsc.data.decode import IMAGE_SUFFIXES
-from plsc.data.files import PathTable, hidden_part, is_hidden, ranked
-from plsc.data.lines import parse_label
+from plsc.data.files import PathTable, hidden_part, is_hidden, parse_label, ranked
 from plsc.data.sources.base import (
     IMAGE_START,
     FileSource,
