@@ -6,8 +6,7 @@ Usable without the rest of plsc: docs/head.md.
 from plsc.heads.base import DenseHead, Head, HeadOutput
 from plsc.heads.margins import MARGINS, Margin, build_margin, margins_of_counts
 from plsc.heads.optimizers import ROW_OPTIMIZERS, RowAdagrad, RowAdamW, RowOptimizer, RowSGD
-from plsc.heads.sampling import Sampling
-from plsc.heads.sharded import LOSS_TYPES, ShardedHead, build_head
+from plsc.heads.sharded import LOSS_TYPES, Sampling, ShardedHead, build_head
 from plsc.heads.softmax import Execution
 
 __all__ = [
