@@ -62,6 +62,7 @@ _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
 _MAX_LINE_BYTES = 8192  # of a file_list.txt
 _LONG_NAME = 1024
+_UNUSUAL = b":%\\\0\r\n\t"  # in paths that `located` examines; the others are many. URL clients drop \n, \t
 MAX_LABEL_DIGITS = 18  # such numbers fit int64
 # Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
 _HIDDEN = re.compile(
@@ -191,6 +192,13 @@ def parse_label(label: bytes) -> int:
     if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
         raise DataError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
     return int(label)
+
+
+def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: str = "") -> bytes:
+    """Return a path of a list of lines, as `located`; DataError if it may not be opened."""
+    if path[:1] != b"/" and b".." not in path and path.translate(None, _UNUSUAL) == path:
+        return path
+    return os.fsencode(located(os.fsdecode(path), folder, allowed, listing))
 
 
 def folder_of(location: str, data_dir: str) -> str | None:
