@@ -34,6 +34,9 @@ CREATE TABLE entries (
 _OF_SQLITE = "CREATE TABLE sqlite_sequence(name,seq)"  # for AUTOINCREMENT
 
 
+LARGEST_ID = 2**53 - 1  # JavaScript rounds larger ones, so a page would delete another entry
+
+
 class StoreError(DataError):
     """The file cannot be read or written: the disk is full, say."""
 
@@ -87,7 +90,8 @@ def check_entries(place: object, entries: Iterable[Sequence[Any]], vectors: np.n
     entries: id, name and more of each. vectors: float32 [n, D].
     """
     entries = list(entries)
-    wrong = [f"an id is {number}; expected 1 to 2^62" for number, *_ in entries if not 0 < number <= 2**62]
+    odd = [number for number, *_ in entries if not 0 < number <= LARGEST_ID]
+    wrong = [f"an id is {number}; expected 1 to {LARGEST_ID}" for number in odd]
     if vectors is not None:
         rows = np.flatnonzero(~are_normalised(vectors))
         wrong += [f"the vector of entry {entries[row][0]} does not have norm 1" for row in rows]

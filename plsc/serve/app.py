@@ -32,7 +32,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 
 from plsc.data.lines import decode_base64
 from plsc.errors import CheckpointError, DataError, OptionError, kind_and_line
-from plsc.gallery.store import StoreError
+from plsc.gallery.store import LARGEST_ID, StoreError
 from plsc.machine import stop_signals
 from plsc.serve import ServeOptions
 from plsc.serve.service import MOST_FOUND, Busy, Service, entry_name
@@ -57,7 +57,6 @@ _FILES = {"/": "index.html", "/page.js": "page.js", "/style.css": "style.css"}
 _PUBLIC = frozenset({*_FILES, "/health", "/openapi.json"})
 _LISTED = 1000  # entries per request
 _MOST_COMMAS = 1000  # in a JSON body: base64 has none
-_LARGEST_ID = 2**63 - 1
 
 STATUSES: dict[type[Exception], int] = {
     StoreError: 503,
@@ -301,7 +300,7 @@ def _add_entries(app: FastAPI, service: Service) -> None:
 
     @app.get("/entries", summary="List enrolled entries, those with an id above `after`")
     def entries(
-        after: Annotated[int, Query(ge=0, le=_LARGEST_ID)] = 0,
+        after: Annotated[int, Query(ge=0, le=LARGEST_ID)] = 0,
         limit: Annotated[int, Query(ge=1, le=_LISTED)] = _LISTED,
     ) -> Response:
         rows = service.store.entries(after, limit)
@@ -311,20 +310,20 @@ def _add_entries(app: FastAPI, service: Service) -> None:
 
     @app.delete("/entries/{number}", summary="Delete an enrolled entry")
     async def delete(number: int) -> Response:
-        if not 0 < number <= _LARGEST_ID or not await service.delete(number):
+        if not 0 < number <= LARGEST_ID or not await service.delete(number):
             return _missing(f"there is no entry {number}")
         return JSONResponse({"id": number})
 
     @app.get("/entries/{number}/thumbnail", summary="Return the picture of an enrolled entry")
     def entry_thumbnail(number: int) -> Response:
-        picture = service.store.thumbnail(number) if 0 < number <= _LARGEST_ID else None
+        picture = service.store.thumbnail(number) if 0 < number <= LARGEST_ID else None
         if not picture:
             return _missing(f"there is no picture of entry {number}")
         return Response(picture, media_type="image/jpeg")
 
     @app.get("/classes/{number}/thumbnail", summary="Return the picture of a class of the model")
     def class_thumbnail(number: int) -> Response:
-        path = service.model.thumbnail(number) if 0 <= number <= _LARGEST_ID else None
+        path = service.model.thumbnail(number) if 0 <= number <= LARGEST_ID else None
         return FileResponse(path) if path is not None else _missing(f"class {number} has no picture")
 
 

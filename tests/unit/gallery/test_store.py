@@ -150,7 +150,7 @@ def alter(store, tmp_path):
     [
         *(("vector", (vectors(1)[0] * np.float32(norm)).tobytes()) for norm in (np.nan, 3e38, 1.002, 0.998)),
         ("vector", 7), ("model", 7), ("name", b"\xff"), ("name", "a\x1b[2J"),
-        ("id", 0), ("id", 2**63 - 1),  # after the largest id, no other can be enrolled
+        ("id", 0), ("id", 2**53),
     ],
 )  # fmt: skip
 def test_what_no_store_writes_is_refused_when_it_is_opened(alter, column, value):
@@ -159,7 +159,7 @@ def test_what_no_store_writes_is_refused_when_it_is_opened(alter, column, value)
 
 
 def test_an_entry_whose_id_no_store_may_have_is_not_acknowledged(alter):
-    path = alter("id", 2**62, 3)
+    path = alter("id", 2**53 - 1, 3)
     with contextlib.closing(Store(path, "m1", SIZE)) as opened:
         with pytest.raises(StoreError, match="id"):
             opened.write(news(1))
