@@ -132,7 +132,7 @@ def _with_class_rows(folder: Path, manifest: Manifest) -> set[str]:
         if info.role.kind in (CLASS_WEIGHTS, CLASS_OPTIMIZER) or (is_of_rows and is_whole):
             keys.add(key)
     odd = [key for key in keys if manifest.tensors[key].shape[:1] != (manifest.class_num,)]
-    if weight is None or len(weight.shape) not in (2, 3) or odd:
+    if weight is None or len(weight.shape) not in (2, 3) or 0 in weight.shape or odd:
         raise CheckpointError(
             f"{folder} has no class weights ({_WEIGHT}), or {odd[:3]} do not have {manifest.class_num} rows"
         )

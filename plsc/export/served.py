@@ -53,6 +53,7 @@ _DOMAINS = ("", "ai.onnx")  # of operators: the standard ones
 _FAR = 1e-3
 _MOST_NODES, _MOST_VALUES, _MOST_OPERATIONS = 2**14, 2**31, 2**40  # the last two per image
 _FLOAT, _STRING = 1, 8  # element types
+_UNBOUNDED = ("ConvInteger", "ConvTranspose", "DeformConv", "Det", "MaxRoiPool", "RoiAlign")
 _SMALL = 1024  # values of a tensor that is computed because the shapes of others depend on it
 _COMPUTED = (
     *("Add", "Concat", "Constant", "ConstantOfShape", "Div", "Equal", "Expand", "Gather", "Identity", "Mul"),
@@ -324,8 +325,8 @@ def _known_shape(about: onnx.TypeProto) -> list[int]:
 def _multiplications(node: onnx.NodeProto, shapes: list[list[int]], written: int) -> int:
     """Return the multiplications of a node, or more; `written` is the number of values of its outputs."""
     kind, sizes = node.op_type, [*map(math.prod, shapes)]
-    if kind in ("Det", "MaxRoiPool", "RoiAlign") or (kind == "Einsum" and len(shapes) > 2):
-        raise ValueError(f"the time that a {kind} takes is known only when the graph runs")
+    if kind in _UNBOUNDED or (kind == "Einsum" and len(shapes) > 2):
+        raise ValueError(f"the time and memory that a {kind} takes are known only when the graph runs")
     if "MatMul" in kind or kind in ("Einsum", "Gemm"):  # M * N * K, from M * K, K * N and M * N
         return math.isqrt(math.prod(sizes) * written)
     if kind in ("GRU", "LSTM", "RNN"):  # their weights are used once per element of each sequence

@@ -442,7 +442,7 @@ def run_for_days(kind, *shapes, **attributes):
             model.graph.initializer.append(shape)
             model.graph.node.add(op_type="ConstantOfShape", input=[shape.name], output=[f"x{number}"])
         inputs = [f"x{number}" for number in range(len(shapes))]
-        outputs = ["y"] if kind == "Einsum" else ["", "y"]
+        outputs = ["", "y"] if kind in ("RNN", "RoiAlign") else ["y"]
         model.graph.node.append(onnx.helper.make_node(kind, inputs, outputs, **attributes))
 
     return edited(add)
@@ -503,6 +503,10 @@ RNN, ROI = ([2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024]), ([1, 9, 2, 2], [1, 4]
         ({"change_graph": edited(rename_input)}, "model.onnx"),
         ({"change_graph": run_for_days("RNN", *RNN, hidden_size=1024)}, "operations"),
         ({"change_graph": run_for_days("RoiAlign", *ROI, sampling_ratio=2000)}, "RoiAlign"),
+        (
+            {"change_graph": run_for_days("ConvTranspose", [1, 1, 64, 64], [1, 1, 999, 999])},
+            "ConvTranspose",
+        ),
         ({"change_graph": run_for_days("Einsum", *[[300]] * 4, equation="a,b,c,d->a")}, "Einsum"),
         ({"change_graph": edited(stretch)}, "norm 1"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
