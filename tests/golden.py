@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -158,11 +159,16 @@ def results_of_run(name: str, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "losses", np.array([line["loss"] for line in lines if "loss" in line])
     checkpoints = [path for path in (own / "saved").iterdir() if path.name.isdigit()]
     last = max(checkpoints, key=lambda path: int(path.name))
-    yield "files", sorted(str(path.relative_to(last)) for path in last.rglob("*") if path.is_file())
+    files = (str(path.relative_to(last)) for path in last.rglob("*") if path.is_file())
+    yield "files", sorted(map(_without_mark, files))
     for path in sorted(last.rglob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in sorted(file.keys()):
-                yield f"tensors/{path.name}/{key}", file.get_tensor(key)
+                yield f"tensors/{_without_mark(path.name)}/{key}", file.get_tensor(key)
+
+
+def _without_mark(name: str) -> str:
+    return re.sub(r"(shard-\d+)-\w+", r"\1", name)  # of its step, or at random
 
 
 def results_of_partition(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -358,13 +359,12 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def shard_name(rank: int, mark: str = "0") -> str:
-    """Return the file name of a rank's shard.
+def shard_name(rank: int) -> str:
+    """Return a new file name for a rank's shard, such as ``shard-00001-0f3a9b1c.safetensors``.
 
-    mark: distinguishes saves of different steps. In a store without renames, the files of a new checkpoint
-    then do not overwrite those of an older one of the same name.
+    No two checkpoints have files of one name: in a store without renames, an upload overwrites nothing.
     """
-    return f"shard-{rank + 1:05d}-{mark}{SUFFIX}"
+    return f"shard-{rank + 1:05d}-{secrets.token_hex(4)}{SUFFIX}"
 
 
 def rank_of_shard(name: str) -> int | None:

@@ -24,11 +24,11 @@ from plsc.checkpoint.manifest import (
     read_manifest,
 )
 from plsc.checkpoint.save import check_replaceable, finish_folder
-from plsc.errors import CheckpointError, DataError
+from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.machine import Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
-from plsc.storage.publish import MANIFEST_NAME, SAVING, hidden_name, replacing
+from plsc.storage.publish import SAVING, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
@@ -68,8 +68,7 @@ def upload(
 ) -> None:
     """Publish the checkpoint `folder` in the store, under its own name. Collective.
 
-    An older checkpoint of that name, of the same run, is replaced when the new one is published. A store that
-    cannot rename loses it before, if both have files of one name with different content.
+    An older checkpoint of that name, of the same run, is replaced when the new one is published.
 
     Args:
         files: the data files that this rank uploads. Together, the ranks must upload all.
@@ -91,7 +90,6 @@ def upload(
             store.make_folder(hidden)
         else:
             hidden = _mark(store, name, (manifest.run_id or manifest.to_json()).encode())
-            _withdraw_conflicting(store, name, manifest)
         return hidden
 
     def send() -> None:
@@ -130,15 +128,6 @@ def _mark(store: Store, name: str, run: bytes) -> str:
         where = shown(store.child(others[0]))
         raise CheckpointError(f"{where} marks the upload of another run; wait, or remove it")
     return mark
-
-
-def _withdraw_conflicting(store: Store, name: str, manifest: Manifest) -> None:
-    """Delete the manifest of an older checkpoint of this name if the upload would overwrite its files."""
-    if MANIFEST_NAME not in store.names(name):
-        return
-    old, new = manifest_in(store, name).files, manifest.files
-    if any(old[file] != new[file] for file in old.keys() & new.keys()):
-        store.delete(f"{name}/{MANIFEST_NAME}")
 
 
 def clean(store: Store) -> list[str]:
@@ -190,15 +179,18 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
         if world.is_main:
             progress.log()
 
-    on_every_rank(world, doing, fetch_share)
-
     def finish() -> None:
         if index == 0:
             for unknown in {path.name for path in work.iterdir()} - set(manifest.files):
                 (work / unknown).unlink()
             finish_folder(Store(target.parent), work.name, target.name, manifest, run_id)
 
-    on_every_rank(world, doing, finish)
+    try:
+        on_every_rank(world, doing, fetch_share)
+        on_every_rank(world, doing, finish)
+    except PlscError:  # another process fetched it into the same folder, and was faster
+        if not all(on_every_rank(world, doing, lambda: _is_fetched(target, manifest, run_id))):
+            raise
     return target
 
 

@@ -150,7 +150,7 @@ def save_checkpoint(
         )[world.rank]
         infos = on_every_rank(world, doing, describe, _ADVICE)
         lower = {key for part in infos[: world.rank] for key in part}
-        shard = temporary / shard_name(world.rank, f"step{manifest.step}")
+        shard = temporary / shard_name(world.rank)
         files = on_every_rank(world, doing, lambda: _write(shard, snapshot, lower), _ADVICE)
 
         def finish() -> None:
@@ -262,11 +262,8 @@ def write_shards(folder: Path, shards: Sequence[Sequence[Entry]]) -> dict[str, F
     needed, free = sum(entry.size for some in shards for entry in some), shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(f"{folder} has {free} bytes free, but {needed} are needed")
-    return {
-        shard_name(rank): write_shard(folder / shard_name(rank), entries)
-        for rank, entries in enumerate(shards)
-        if entries
-    }
+    paths = [(folder / shard_name(rank), entries) for rank, entries in enumerate(shards) if entries]
+    return {path.name: write_shard(path, entries) for path, entries in paths}
 
 
 @dataclass(frozen=True)

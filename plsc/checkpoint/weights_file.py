@@ -74,7 +74,7 @@ from plsc.storage.regular import check_inside, open_regular, read_record
 _FORMAT = 2  # the only one that is read: nothing was released before it
 _LARGEST_HEADER = 2**20  # bytes
 _THREADS = 8  # requests to the disk at a time
-_ROWS = 2**16  # class weights that are copied at a time
+_PIECE_BYTES = 2**25  # of class weights that are copied at a time
 _CHUNK = 2**15  # values that torch computes in one thread; the others compute the step
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -323,9 +323,9 @@ class WeightsFile:
 
         self._writing = self._writer.submit(save)
 
-    def pieces(self, count: int) -> Iterator[Tensor]:
-        """Yield the indices of all rows in order, about `count` at a time; no page is split."""
-        skipped, pages = self.classes.start % PAGE, max(1, count // PAGE)
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the indices of all rows in order, about 32 MiB at a time; no page is split."""
+        skipped, pages = self.classes.start % PAGE, max(1, _PIECE_BYTES // (PAGE * self._width))
         for page in range(0, self._count, pages):
             end = min(len(self.classes), (page + pages) * PAGE - skipped)
             yield torch.arange(max(0, page * PAGE - skipped), end)
@@ -518,7 +518,7 @@ def _fill(file: WeightsFile, stored: dict[Role, StoredTensor]) -> None:
             )
         tensors[name] = found
     first = file.classes.start
-    for rows in file.pieces(_ROWS):
+    for rows in file.pieces():
         file.hold(rows)
         values = {
             name: torch.empty(len(rows), *column.shape, dtype=column.dtype)
@@ -549,7 +549,7 @@ def copy_complete(source: Path, destination: Path, weights_file: Path) -> Manife
         for name in manifest.files:
             shutil.copyfile(source / name, temporary / name)
         for rank, file in _files_of(manifest, weights_file):
-            path = temporary / shard_name(rank, "weights")
+            path = temporary / shard_name(rank)
             infos, files[path.name] = _write(file, manifest, path)
             tensors |= infos
         result = dataclasses.replace(manifest, tensors=tensors, files=files)
@@ -583,5 +583,5 @@ def _write(file: WeightsFile, manifest: Manifest, path: Path) -> tuple[dict[str,
 
 
 def _chunks(file: WeightsFile, name: str) -> Iterator[memoryview]:
-    for rows in file.pieces(_ROWS):
+    for rows in file.pieces():
         yield bytes_of(file.read(rows, name)).numpy().data

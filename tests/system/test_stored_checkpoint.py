@@ -114,7 +114,7 @@ def test_a_stored_checkpoint_is_valid_and_resumes_tests_and_predicts_as_the_code
 
 
 ON_DISK = """
-    run/.saving-0/shard-00001-step2.safetensors run/.saving-0/.saving-manifest.json
+    run/.saving-0/shard-00001.safetensors run/.saving-0/.saving-manifest.json
     run/.saving-0/.saving-manifest.json>run/.saving-0/manifest.json run/.saving-0 run/.saving-0>run/0 run
     files/rank0/pages files/rank0/journal files/rank0/new>files/rank0/header.json
     files/rank0/header.json files/rank0

@@ -64,7 +64,8 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
         entries = [entry_of(key, tensor, 0) for key, tensor in whole.items()]
         if is_sharded:
             entries += [entry_of(key, t[start:stop], start) for key, t in tensors.items()]
-        files[shard_name(rank)] = write_shard(folder / shard_name(rank), entries)
+        name = shard_name(rank)
+        files[name] = write_shard(folder / name, entries)
         start = stop
     infos = {
         key: TensorInfo(tuple(t.shape), names[t.dtype], kind, role_of_key(key))

@@ -293,5 +293,6 @@ def test_the_rows_are_streamed(tmp_path):
     rows = torch.randn(120_000, 256)  # 117 MiB
     source = save_plsc1(tmp_path / "old", rows, 2)
     run_code(WITH_LITTLE_MEMORY, str(source), str(tmp_path / "ck"))
-    with safe_open(tmp_path / "ck" / "shard-00001-0.safetensors", "pt") as file:
+    (shard,) = (tmp_path / "ck").glob("shard-*")
+    with safe_open(shard, "pt") as file:
         assert torch.equal(file.get_tensor("head.weight"), rows)

@@ -154,7 +154,7 @@ def test_torch_joins_the_parts_of_several_shards(tmp_path, ends):
 
 
 def test_only_names_of_shards_are_recognised():
-    names = [shard_name(0), shard_name(123_456, "step7")]
-    assert [rank_of_shard(name) for name in names] == [0, 123_456]
+    names = [shard_name(0), shard_name(123_456), "shard-00008-step7.safetensors"]
+    assert [rank_of_shard(name) for name in names] == [0, 123_456, 7]
     others = ["shard-00001.safetensors", "shard-1-0.safetensors", "model.safetensors", names[0] + "x"]
     assert [rank_of_shard(name) for name in others] == [None] * 4
