@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from plsc.config import Config, Options
-from plsc.config.model import sample_ratios
+from plsc.config.data_and_model import sample_ratios
 from plsc.config.train import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
-from plsc.config.data import FormatArguments
+from plsc.config.data_and_model import FormatArguments
 from plsc.config.option import Size, at_least, one_of
 from plsc.version import install
 

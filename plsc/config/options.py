@@ -14,11 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from plsc.config.data import DataOptions
-from plsc.config.model import HeadOptions, ModelOptions
+from plsc.config.data_and_model import DataOptions, HeadOptions, ModelOptions
 from plsc.config.option import Need, OptionSpec, shown_value, specs_of
-from plsc.config.runtime import MemoryOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
-from plsc.config.train import CheckpointOptions, OptimOptions, TrainOptions
+from plsc.config.train import (
+    CheckpointOptions,
+    MemoryOptions,
+    OptimOptions,
+    PrecisionOptions,
+    RuntimeOptions,
+    SpeedOptions,
+    TrainOptions,
+)
 from plsc.errors import CheckpointError, OptionError
 
 SCRIPT, CHECKPOINT = "set by the script", "from the checkpoint"

@@ -53,7 +53,7 @@ from plsc.checkpoint.tensor_files import (
     refuse_no_match,
 )
 from plsc.config import Options
-from plsc.config.model import ModelOptions
+from plsc.config.data_and_model import ModelOptions
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
 from plsc.storage.publish import publishing_folder

@@ -19,9 +19,8 @@ from plsc.checkpoint.load import missing_weights
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, find_option
-from plsc.config.model import ExecutionArguments, sample_ratios
+from plsc.config.data_and_model import ExecutionArguments, sample_ratios
 from plsc.config.option import name_and_arguments, read_arguments
-from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
 from plsc.config.train import (
     CLIP_NORM,
     CLIPPED_STEP,
@@ -30,6 +29,8 @@ from plsc.config.train import (
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+    AutoMixedPrecisionLists,
+    ScalingArguments,
     ScheduleArguments,
     check_named_arguments,
     listed_names,

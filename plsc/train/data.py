@@ -18,7 +18,7 @@ from plsc.checkpoint.classes import MAP_NAME
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config
-from plsc.config.data import cache_place
+from plsc.config.data_and_model import cache_place
 from plsc.config.option import name_and_arguments, shown_value
 from plsc.data.augment import Transform
 from plsc.data.class_names import ClassNames
