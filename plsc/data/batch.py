@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from plsc.errors import DataError, printable
-from plsc.inputs import Input, map_tensors
 from plsc.storage.regular import open_regular, read_regular
+from plsc.values import Input, map_tensors
 
 LIST_NAME = "bad_samples.txt"
 MAX_LISTED = 100_000  # lines; further bad samples are only counted

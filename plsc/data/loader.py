@@ -24,8 +24,8 @@ from plsc.data.order import BatchPlan
 from plsc.data.sources.base import Source, TorchDatasetSource
 from plsc.data.workers import Stopped, WorkerProcesses, in_order
 from plsc.errors import DataError, add_note, naming
-from plsc.inputs import Input, as_input, stack_inputs
 from plsc.seeds import hash_key
+from plsc.values import Input, as_input, stack_inputs
 
 Request = tuple[int, np.ndarray]
 """The epoch, and the sample indices of one batch."""

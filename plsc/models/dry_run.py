@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, refusing
-from plsc.inputs import Input, check_example, map_tensors
 from plsc.models.base_model import BaseModel, evaluating
+from plsc.values import Input, check_example, map_tensors
 
 
 def blank_input(model: nn.Module, image_shape: tuple[int, ...]) -> Input:

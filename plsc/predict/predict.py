@@ -41,7 +41,6 @@ from plsc.errors import DataError, OptionError, shown
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
-from plsc.inputs import Input
 from plsc.machine import Counter
 from plsc.models.base_model import evaluating, find_layers, keeping_outputs
 from plsc.models.dry_run import dry_run
@@ -67,6 +66,7 @@ from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
 from plsc.train.watch import BadSampleReport
+from plsc.values import Input
 
 logger = logging.getLogger(__name__)
 

@@ -34,9 +34,9 @@ from plsc.data.sources.base import (
     class_names_of,
 )
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.inputs import Input
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.values import Input
 
 # Labels that imply more classes than both limits are rejected as a likely typo.
 _MANY_CLASSES = 10_000

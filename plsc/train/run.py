@@ -28,7 +28,6 @@ from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
-from plsc.inputs import split_sizes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import names_code
@@ -55,6 +54,7 @@ from plsc.train.saving import Saver
 from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.watch import LayerTable, Profile, Progress, WeightAverage
+from plsc.values import split_sizes
 
 _LARGE_ON_CPU = 10**7  # parameters of a network
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
