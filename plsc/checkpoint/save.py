@@ -37,7 +37,7 @@ from plsc.errors import CheckpointError, OptionError, shown
 from plsc.parallel.collectives import host_copies
 from plsc.parallel.failure import on_every_rank
 from plsc.parallel.world import World
-from plsc.storage.publish import MANIFEST_NAME, hidden_name
+from plsc.storage.disk import MANIFEST_NAME, hidden_name
 from plsc.storage.store import Store, publish, withdraw
 
 BEST_NAME = "best.json"

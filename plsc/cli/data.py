@@ -76,7 +76,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     from plsc.clean.review import refuse_finished
     from plsc.data.lists import read_listing
     from plsc.gallery.gallery import import_faiss
-    from plsc.storage.regular import check_inside
+    from plsc.storage.disk import check_inside
     from plsc.storage.urls import local_folder, shown
 
     network = reading.pop("model.name")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from plsc.errors import DataError, printable
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.disk import open_regular, read_regular
 from plsc.values import Input, map_tensors
 
 LIST_NAME = "bad_samples.txt"

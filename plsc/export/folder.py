@@ -29,7 +29,7 @@ from plsc.errors import CheckpointError, printable, without_secrets
 from plsc.evaluate.report import Section, lines_of
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
-from plsc.storage.regular import open_regular, read_record
+from plsc.storage.disk import open_regular, read_record
 from plsc.storage.urls import base_name, shown
 from plsc.values import map_tensors
 from plsc.version import __version__

@@ -60,7 +60,7 @@ from plsc.predict.embeddings import (
     write_shard,
 )
 from plsc.predict.network import Trained, open_trained
-from plsc.storage.publish import HIDDEN
+from plsc.storage.disk import HIDDEN
 from plsc.storage.urls import is_url
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts

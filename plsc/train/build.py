@@ -69,7 +69,7 @@ from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, a
 from plsc.parallel.backbone import sum_gradients
 from plsc.parallel.collectives import class_range
 from plsc.parallel.world import World
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular
 from plsc.train.targets import HeldOutSet, Target, TestReader, load_targets, open_held_out
 
 logger = logging.getLogger(__name__)

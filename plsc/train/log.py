@@ -18,8 +18,7 @@ from plsc.config.option import is_finite_number
 from plsc.config.train import listed_names
 from plsc.errors import refusing
 from plsc.parallel.backbone import gradient_values
-from plsc.storage.publish import replacing
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.disk import open_regular, read_regular, replacing
 from plsc.train.callbacks import Callback, Context, Logger
 from plsc.version import install
 

@@ -28,7 +28,7 @@ from plsc.parallel.backbone import gradient_values, no_gradient_sync
 from plsc.parallel.collectives import Arriving, max_over_ranks, span
 from plsc.parallel.world import World
 from plsc.seeds import hash_key
-from plsc.storage.publish import replacing
+from plsc.storage.disk import replacing
 from plsc.train.callbacks import Position, Run
 from plsc.train.watch import tensors_of
 from plsc.values import Input, split_input, split_sizes

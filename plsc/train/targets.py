@@ -18,7 +18,7 @@ from plsc.evaluate.embed import ClassificationResult, EvaluatedNetwork, ImagesOf
 from plsc.evaluate.verification import VerificationResult, read_pair_list, verify
 from plsc.heads import Head
 from plsc.parallel.world import World
-from plsc.storage.regular import check_inside
+from plsc.storage.disk import check_inside
 from plsc.train.data import align_source, open_labelled
 
 TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]

@@ -19,7 +19,7 @@ from plsc.data.batch import LIST_NAME, BadSample, BadSampleList
 from plsc.models import BaseModel
 from plsc.parallel.collectives import sum_over_ranks
 from plsc.parallel.world import World
-from plsc.storage.regular import check_inside
+from plsc.storage.disk import check_inside
 from plsc.train.callbacks import Callback, Context
 
 logger = logging.getLogger(__name__)

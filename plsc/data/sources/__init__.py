@@ -21,7 +21,7 @@ from plsc.data.sources.recordio import RecordIOSource
 from plsc.data.sources.rows import Base64Source, CsvSource, JsonLinesSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError
-from plsc.storage.regular import check_inside
+from plsc.storage.disk import check_inside
 from plsc.storage.urls import base_name, is_url, list_folder, local_path, shown
 
 # To add a format, add a line here, by its suffix. Keyword-only parameters of the class are its options.

@@ -29,7 +29,7 @@ from plsc.data.sources.base import (
 from plsc.data.sources.columns import with_label_map
 from plsc.errors import DataError, naming
 from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
-from plsc.storage.regular import check_inside, without_mark
+from plsc.storage.disk import check_inside, without_mark
 from plsc.storage.urls import (
     exists,
     find_below,
