@@ -20,7 +20,7 @@ from plsc.config.train import (
     ScalingArguments,
     listed_names,
 )
-from plsc.data.augment import Transform
+from plsc.data.batch import Transform
 from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
 from plsc.machine import on_terminal
 from plsc.models import BaseModel

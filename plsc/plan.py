@@ -30,9 +30,9 @@ from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin
 from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
 from plsc.models import build_model
-from plsc.models.layers import use_torch_layers
 from plsc.models.precision import autocast
 from plsc.models.recomputation import recompute_activations
+from plsc.models.resnet import use_torch_layers
 from plsc.names import names_code
 from plsc.optim import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes

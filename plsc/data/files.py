@@ -61,6 +61,8 @@ _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
 _MAX_LINE_BYTES = 8192  # of a file_list.txt
 _LONG_NAME = 1024
+_UNUSUAL = b":%\\\0\r\n\t"  # in paths that `located` examines; the others are many. URL clients drop \n, \t
+MAX_LABEL_DIGITS = 18  # such numbers fit int64
 # Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
 _HIDDEN = re.compile(
     r"\..*|__macosx|icon\r|network trash folder|temporary items|lost\+found|lost\.dir|found\.\d{3}"
@@ -182,6 +184,20 @@ def ranked(names: Collection[str]) -> tuple[list[str], dict[str, int]]:
         kept.setdefault(name_key(name), name)
     ranks = {key: rank for rank, key in enumerate(kept)}
     return [*kept.values()], {name: ranks[name_key(name)] for name in names}
+
+
+def parse_label(label: bytes) -> int:
+    """Return an integer of 0 or more from its digits; DataError describes a bad label."""
+    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
+        raise DataError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
+    return int(label)
+
+
+def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: str = "") -> bytes:
+    """Return a path of a list of lines, as `located`; DataError if it may not be opened."""
+    if path[:1] != b"/" and b".." not in path and path.translate(None, _UNUSUAL) == path:
+        return path
+    return os.fsencode(located(os.fsdecode(path), folder, allowed, listing))
 
 
 def folder_of(location: str, data_dir: str) -> str | None:

@@ -21,8 +21,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
-from plsc.parallel.collectives import class_ranges, gather_rows
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_ranges, gather_rows
 from tests import reference
 from tests.distributed.worker import run_worker, smaller_world
 
@@ -248,6 +247,12 @@ def check_all(world: World) -> None:
         check(world, name, 5, with_empty, per_class=True)
         check(world, name, 23, uneven, centers=3, ratio=0.3, keep=True, per_class=True)
         check(world, name, 12, uneven, per_class=True, is_sharded=False)
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU, which is not asked which labels are local
+        patch.setattr(
+            torch.Tensor, "is_cuda", property(lambda tensor: tensor.dtype is torch.bool), raising=False
+        )
+        for name in ("curricularface", "adaface", "magface", "softmax"):
+            check(world, name, 12, uneven, centers=1 if name == "softmax" else 2, ratio=0.5)
     for name, centers in (("arcface", 1), ("cosface", 3), ("softmax", 1)):
         check_hard_negatives(world, name, centers, uneven)
     for sizes in (uneven, with_empty, [0] * world.size):

@@ -1,7 +1,6 @@
 """Train small networks with any optimizer on 1 and 4 ranks, some on 3: train_worker.py DATASET FOLDER
 
-FOLDER/<ranks>/<case> is the folder of each run. For `broken`, three ranks average the backbone's gradients
-instead of summing them.
+FOLDER/<ranks>/<case> is the folder of each run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 
 from plsc.models import BaseModel
 from plsc.models.base_model import Initialization
-from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from tests.distributed.worker import run_worker, smaller_world
@@ -69,14 +67,6 @@ class Branches(Normalised):
         return output if is_train and self.steps % 2 else output + self.odd(output)
 
 
-def centred(groups, lr):
-    return torch.optim.RMSprop(groups, lr, momentum=0.9, centered=True)
-
-
-def rising(step):
-    return (step + 1) / STEPS
-
-
 OF_THREE = "arcface", "more classes than images"  # the others: on one rank and on four
 # Margins, sampling, row optimizers and micro-batches on any number of ranks: resume_worker.py.
 CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -105,10 +95,6 @@ CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         Normalised, {"optim__optimizer": "nadam", "optim__freeze": ("*",)},
     ),
     "branches": (Branches, {}),
-    "a factory": (Normalised, {
-        "optim__optimizer": f"{__name__}:centred", "optim__optimizer_arguments": {"lr": 0.001},
-        "optim__schedule": f"{__name__}:rising",
-    }),
 }  # fmt: skip
 
 
@@ -122,7 +108,7 @@ def train_case(dataset: Path, world: World, folder: Path, case: str) -> None:
            "data__last_batch": "keep", **({} if "softmax" in case else {"head__scale": 16.0}), **settings},
     )  # fmt: skip
     rules = (Initialization("conv", "kaiming_normal", {}),) if "adamw" in case else ()
-    user = UserParts(optimizer=centred, schedule=rising, initializations=rules)
+    user = UserParts(initializations=rules)
 
     def network() -> BaseModel:
         torch.manual_seed(world.rank)  # all ranks get the network of rank 0
@@ -135,16 +121,6 @@ def train_case(dataset: Path, world: World, folder: Path, case: str) -> None:
     world.barrier()
 
 
-def break_convention(patch: pytest.MonkeyPatch) -> None:
-    right = backbone._sum_bucket
-
-    def average_bucket(group, bucket):
-        ranks = group.size()
-        return right(group, bucket).then(lambda future: future.value() / ranks)
-
-    patch.setattr(backbone, "_sum_bucket", average_bucket)
-
-
 def main() -> None:
     dataset, folder = map(Path, sys.argv[1:])
     full = World.from_environment("cpu")
@@ -153,11 +129,6 @@ def main() -> None:
         for case in (OF_THREE if ranks == 3 else CASES) if world else ():
             train_case(dataset, world, folder / str(ranks), case)
         dist.barrier()
-    if worlds[3] is not None:
-        with pytest.MonkeyPatch.context() as patch:
-            break_convention(patch)
-            train_case(dataset, worlds[3], folder / "broken", "arcface")
-    dist.barrier()
     full.close()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.files import PathTable, Shards, load_or_build, read_file_list
+from plsc.data.files import PathTable, Shards, listed_path, load_or_build, read_file_list
 from plsc.data.lines import Buffers, LineReader, decode_base64
 from plsc.data.sources.base import FileSource, IndexedSource, printable
 from plsc.data.sources.columns import (
@@ -25,7 +25,6 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError, OptionError, naming
 from plsc.storage.blocks import BytesFile, buffered, open_bytes, text_lines
 from plsc.storage.disk import parse_json

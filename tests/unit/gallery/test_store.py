@@ -102,13 +102,18 @@ def test_a_full_store_refuses_only_what_exceeds_it(store, monkeypatch):
     assert len(store) == 2
 
 
-def test_a_full_disk_is_no_fault_of_the_request_and_loses_nothing(store):
+def test_a_full_disk_is_no_fault_of_the_request_and_loses_nothing(tmp_path, monkeypatch):
+    connect, opened = sqlite3.connect, []
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *words, **how: opened.append(connect(*words, **how)) or opened[0]
+    )
+    store = Store(tmp_path / "full.sqlite", "m1", SIZE)
     store.write(news(1))
-    store._database.execute("PRAGMA max_page_count = 1")
+    opened[0].execute("PRAGMA max_page_count = 1")
     with pytest.raises(StoreError, match="disk is full"):
         store.write(news(100))
     assert len(store) == len(store.entries(0, 9)) == 1
-    store._database.execute("PRAGMA max_page_count = 1000000")
+    opened[0].execute("PRAGMA max_page_count = 1000000")
     store.write(news(1))
     assert len(store) == len(store.entries(0, 9)) == 2
 
@@ -151,6 +156,15 @@ def alter(store, tmp_path):
 def test_what_no_store_writes_is_refused_when_it_is_opened(alter, column, value):
     with pytest.raises((DataError, CheckpointError)):
         Store(alter(column, value), "m1", SIZE)
+
+
+def test_an_entry_whose_id_no_store_may_have_is_not_acknowledged(alter):
+    path = alter("id", 2**62, 3)
+    with contextlib.closing(Store(path, "m1", SIZE)) as opened:
+        with pytest.raises(StoreError, match="id"):
+            opened.write(news(1))
+        assert len(opened) == 3
+    Store(path, "m1", SIZE).close()
 
 
 def test_columns_of_other_types_are_converted_and_a_zero_vector_is_accepted(alter):

@@ -14,10 +14,9 @@ import fsspec
 import pytest
 
 from plsc.cli import main
-from plsc.data.files import read_file_list, shard_files
-from plsc.data.sources import open_source
+from plsc.data.files import listed_path, read_file_list, shard_files
+from plsc.data.sources import open_images, open_source
 from plsc.data.sources.base import read_image
-from plsc.data.sources.image_folders import listed_path, open_images
 from plsc.errors import DataError
 from plsc.storage.blocks import RemoteBytes
 from plsc.storage.store import Store
