@@ -64,7 +64,7 @@ from plsc.storage.urls import is_url
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
-from plsc.train.watch import BadSampleReport
+from plsc.train.log import BadSampleReport
 from plsc.values import Input
 
 logger = logging.getLogger(__name__)

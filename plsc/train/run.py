@@ -47,13 +47,13 @@ from plsc.train.build import (
 from plsc.train.callbacks import Callback, Callbacks, Length, Logger, Position, Run, UserParts
 from plsc.train.data import open_training_data
 from plsc.train.folder import RunFolder
-from plsc.train.log import GradientNorm, Logging
+from plsc.train.log import Logging, Progress
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
 from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
-from plsc.train.watch import LayerTable, Profile, Progress, WeightAverage
+from plsc.train.watch import GradientNorm, LayerTable, Profile, WeightAverage
 from plsc.values import split_sizes
 
 _LARGE_ON_CPU = 10**7  # parameters of a network
