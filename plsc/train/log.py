@@ -16,7 +16,6 @@ from typing import Any
 from tqdm import tqdm
 
 from plsc.config.option import is_finite_number
-from plsc.config.train import listed_names
 from plsc.data.batch import LIST_NAME, BadSample, BadSampleList
 from plsc.errors import refusing
 from plsc.parallel.world import World
@@ -33,9 +32,13 @@ _COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
 
 
 class Progress(Callback):
-    """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal; on rank 0."""
+    """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal; on rank 0.
 
-    def __init__(self) -> None:
+    epochs: those of the run; None if it ends after a number of steps.
+    """
+
+    def __init__(self, epochs: int | None) -> None:
+        self._of = "" if epochs is None else f"/{epochs}"
         self._bar: tqdm | None = None
         self._spoke = time.monotonic()
 
@@ -50,7 +53,7 @@ class Progress(Callback):
     def after_step(self, context: Context) -> None:
         """Show the step, or log it if no line was logged for long."""
         if self._bar is not None:
-            self._bar.set_description_str(_epoch_of(context, context.current_epoch), refresh=False)
+            self._bar.set_description_str(self._epoch_of(context.current_epoch), refresh=False)
             self._bar.set_postfix_str(self._numbers(context, self._loss(context)), refresh=False)
             self._bar.update()
         elif not context.is_logged and time.monotonic() - self._spoke > QUIET:
@@ -63,7 +66,7 @@ class Progress(Callback):
     def _log(self, context: Context, epoch: int, loss: float | None) -> None:
         self._spoke = time.monotonic()
         steps = f"{context.step}/{context.total_steps}" if context.total_steps else f"{context.step}"
-        context.world.log(f"{_epoch_of(context, epoch)} step {steps} {self._numbers(context, loss)}")
+        context.world.log(f"{self._epoch_of(epoch)} step {steps} {self._numbers(context, loss)}")
 
     def _loss(self, context: Context) -> float | None:
         """Return the last known mean loss: that of a step is unknown if losses are read late."""
@@ -72,7 +75,7 @@ class Progress(Callback):
     def evaluated(self, context: Context) -> None:
         """Log the results."""
         for name, result in context.evaluation.items():
-            epoch = _epoch_of(context, context.current_epoch)
+            epoch = self._epoch_of(context.current_epoch)
             context.world.log(f"{epoch} step {context.step} {name}: {result.summary()}")
 
     def run_end(self, context: Context) -> None:
@@ -81,6 +84,10 @@ class Progress(Callback):
             self._bar.close()
 
     exception = run_end
+
+    def _epoch_of(self, epoch: int) -> str:
+        """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
+        return f"epoch {epoch + 1}{self._of}"
 
     def _numbers(self, context: Context, loss: float | None) -> str:
         """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s``, as far as known."""
@@ -100,12 +107,6 @@ _NUMBERS = {
     "skipped_steps": "skipped_steps {}",
     "images_per_second": "{:.0f} images/s",
 }
-
-
-def _epoch_of(context: Context, epoch: int) -> str:
-    """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
-    train = context.options.train
-    return f"epoch {epoch + 1}" + ("" if train.steps else f"/{train.epochs}")
 
 
 class Meter:
@@ -299,11 +300,11 @@ _ACCURACIES = ("accuracy", "accuracy_top5")
 class Logging(Callback):
     """Writes metrics, evaluations and means of epochs to the loggers, on rank 0.
 
-    custom: the user's loggers, in addition to those of `train.loggers`.
+    names: of LOGGERS. custom: the user's loggers.
     """
 
-    def __init__(self, custom: Sequence[Logger] = ()) -> None:
-        self._custom = custom
+    def __init__(self, names: Sequence[str], custom: Sequence[Logger]) -> None:
+        self._names, self._custom = names, custom
         self._open: dict[str, Logger] = {}
         self._epoch = EpochMeans()
         self._context: Context | None = None
@@ -314,7 +315,7 @@ class Logging(Callback):
         if not context.is_main:
             return
         context.folder.mkdir(parents=True, exist_ok=True)
-        for name in listed_names(context.options.train.loggers):
+        for name in self._names:
             self._open[name] = LOGGERS[name](context.folder, context.step)
         self._open |= {f"{type(one).__name__} {number}": one for number, one in enumerate(self._custom)}
 

@@ -332,12 +332,12 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
-        Progress(),
+        Progress(None if train.steps else train.epochs),
         *(CALLBACKS[name]() for name in listed_names(train.callbacks)),
     ]
     run.world.log(folder.note)
     if loggers is not None:
-        callbacks.append(Logging(loggers))
+        callbacks.append(Logging(listed_names(train.loggers), loggers))
     else:
         run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
     run.callbacks = Callbacks(callbacks, run.network)
