@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plsc.config.runtime import AutoMixedPrecisionLists
+    from plsc.config.train import AutoMixedPrecisionLists
     from plsc.entry import Entry
     from plsc.predict.embeddings import open_embeddings
     from plsc.predict.network import load_network
@@ -36,7 +36,7 @@ __all__ = [
 
 # Imported on first use: `import plsc` alone does not import torch.
 _MODULES = {
-    "AutoMixedPrecisionLists": "plsc.config.runtime",
+    "AutoMixedPrecisionLists": "plsc.config.train",
     "Callback": "plsc.train.callbacks",
     "Entry": "plsc.entry",
     "load_network": "plsc.predict.network",

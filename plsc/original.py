@@ -7,13 +7,17 @@ import getpass
 import os
 import posixpath
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.config.option import name_and_arguments, shown_value
 from plsc.config.options import SYNONYMS, all_options, find_option
-from plsc.config.setters import Setters
 from plsc.errors import OptionError
 from plsc.heads.margins import MARGINS, build_margin
+
+if TYPE_CHECKING:  # written by tools/generate.py: each setter with its types
+    from plsc.config.setters import Setters
+else:
+    from plsc.config.options import Setters
 
 NO_MARGINS = (1.0, 0.0, 0.0)
 PLSC_MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "sphereface": (1.35, 0.0, 0.0)}

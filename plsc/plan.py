@@ -23,13 +23,12 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from plsc.config import Config, Options
-from plsc.config.model import sample_ratios
+from plsc.config.data_and_model import sample_ratios
 from plsc.config.train import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin
 from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
-from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
 from plsc.models.precision import autocast
 from plsc.models.recomputation import recompute_activations
@@ -37,6 +36,7 @@ from plsc.models.resnet import use_torch_layers
 from plsc.names import names_code
 from plsc.optim import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
+from plsc.values import Input, map_tensors
 
 _MOST_CLASSES = 10**12
 _FLOAT, _INDEX = 4, 8  # bytes of a float32 and an int64

@@ -21,7 +21,7 @@ from plsc.config import all_options  # noqa: E402
 from plsc.config.option import OptionSpec  # noqa: E402
 from plsc.heads import MARGINS  # noqa: E402
 
-SETTERS_HEAD = '''"""The types of setters.py, written by tools/generate.py from the table in plsc/config."""
+SETTERS_HEAD = '''"""The types of the setters, written by tools/generate.py from the table in plsc/config."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -25,7 +25,7 @@ from plsc.errors import CheckpointError, DataError
 from plsc.heads.softmax import normalised
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, initial_rows
 from plsc.storage.blocks import streamed
-from plsc.storage.regular import without_mark
+from plsc.storage.disk import without_mark
 
 ClassNumbers = str | os.PathLike[str] | Sequence[int] | Mapping[int, int] | np.ndarray
 

@@ -45,8 +45,7 @@ from plsc.checkpoint.save import check_destination, class_name_tensors, info_of,
 from plsc.errors import CheckpointError, OptionError
 from plsc.parallel.world import class_ranges
 from plsc.seeds import hash_key
-from plsc.storage.publish import publishing_folder
-from plsc.storage.regular import read_record
+from plsc.storage.disk import publishing_folder, read_record
 from plsc.version import __version__
 
 MAP_NAME = "classes.tsv"  # a line old<TAB>new per remaining class, as the format argument label_map reads

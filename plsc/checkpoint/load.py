@@ -34,7 +34,7 @@ from plsc.errors import CheckpointError
 from plsc.heads.weights import decode_rows
 from plsc.parallel.failure import on_every_rank, own_result
 from plsc.parallel.world import World
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular
 
 
 def load_tensors(path: str | os.PathLike[str], tensors: Tensors, world: World) -> Manifest:

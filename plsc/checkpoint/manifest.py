@@ -19,13 +19,11 @@ from torch import Tensor
 
 from plsc.data.native import crc32
 from plsc.errors import CheckpointError, DataError
-from plsc.storage import publish
-from plsc.storage.regular import FileName, open_regular, read_record
+from plsc.storage.disk import MANIFEST_NAME, FileName, open_regular, read_record
 from plsc.storage.store import Store
 from plsc.storage.urls import shown
 
 FORMAT_VERSION: Literal[4] = 4  # the only one that is read: nothing was released before it
-MANIFEST_NAME = publish.MANIFEST_NAME
 SUFFIX = ".safetensors"  # of the data files
 METRICS_KEY = "metrics"  # in the scalars: maps names to numbers
 EMA = "ema"  # the callback that averages the network's weights; the names are those of `BACKBONE`

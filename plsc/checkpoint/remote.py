@@ -28,7 +28,7 @@ from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.machine import Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
-from plsc.storage.publish import SAVING, hidden_name, replacing
+from plsc.storage.disk import SAVING, hidden_name, replacing
 from plsc.storage.store import OnBytes, Store
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown

@@ -24,7 +24,7 @@ import numpy as np
 
 from plsc.data.native import crc32, crc32_rows, move_bytes
 from plsc.errors import CheckpointError
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular
 
 _MAGIC = 0x324C4E4A  # "JNL2"
 _PREFIX = "journal-"

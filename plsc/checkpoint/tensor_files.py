@@ -32,7 +32,7 @@ from torch import Tensor
 
 from plsc.checkpoint.load import StoredTensor
 from plsc.errors import CheckpointError, printable
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular
 
 # Usual keys of the network's state dict within a larger checkpoint.
 _WRAPPERS = ("state_dict", "state_dict_backbone", "model", "backbone", "model_state_dict", "net")

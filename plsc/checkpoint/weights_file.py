@@ -68,8 +68,7 @@ from plsc.heads.sampling import count_pages
 from plsc.heads.weights import PAGE, SCALE_BYTES, States, initial_pages
 from plsc.parallel.failure import on_every_rank
 from plsc.parallel.world import World
-from plsc.storage.publish import FolderLock, publishing_folder, sync
-from plsc.storage.regular import check_inside, open_regular, read_record
+from plsc.storage.disk import FolderLock, check_inside, open_regular, publishing_folder, read_record, sync
 
 _FORMAT = 2  # the only one that is read: nothing was released before it
 _LARGEST_HEADER = 2**20  # bytes

@@ -20,8 +20,7 @@ import numpy as np
 from plsc.data.files import name_key
 from plsc.data.lists import Listing, check_listable, read_listing, write_list, write_rows
 from plsc.errors import DataError, check_name, printable
-from plsc.storage.publish import publishing_folder
-from plsc.storage.regular import read_regular, without_mark
+from plsc.storage.disk import publishing_folder, read_regular, without_mark
 
 COLUMNS = ("change", "score", "image", "class", "to", "reason")
 _NEEDED = ("change", "image", "class", "to")

@@ -38,7 +38,7 @@ from plsc.evaluate.identification import check_finite
 from plsc.gallery.gallery import nearest
 from plsc.predict.embeddings import EMBEDDINGS, NAMES, Embeddings
 from plsc.predict.predict import LABELS, Samples
-from plsc.storage.publish import replacing
+from plsc.storage.disk import replacing
 from plsc.storage.urls import shown
 from plsc.train.data import check_unseen
 

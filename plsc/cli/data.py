@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, arguments_of, word
-from plsc.config.data import FormatArguments
+from plsc.config.data_and_model import FormatArguments
 from plsc.config.option import Size, at_least, one_of
 from plsc.version import install
 
@@ -76,7 +76,7 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
     from plsc.clean.review import refuse_finished
     from plsc.data.lists import read_listing
     from plsc.gallery.gallery import import_faiss
-    from plsc.storage.regular import check_inside
+    from plsc.storage.disk import check_inside
     from plsc.storage.urls import local_folder, shown
 
     network = reading.pop("model.name")

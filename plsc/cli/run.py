@@ -13,7 +13,7 @@ from plsc.config.option import at_least
 from plsc.config.text import render_options
 from plsc.errors import OptionError
 from plsc.names import PROTOCOLS
-from plsc.storage.publish import replacing
+from plsc.storage.disk import replacing
 from plsc.storage.urls import local_folder
 
 if TYPE_CHECKING:

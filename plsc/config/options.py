@@ -1,6 +1,6 @@
-"""The table of all options of a run, and the configuration that is resolved from it.
+"""The table of all options of a run, the configuration that is resolved from it, and the setters of Entry.
 
-Setters, command-line flags, config files, docs/options.md and the options in a checkpoint are derived from
+Command-line flags, config files, docs/options.md and the options in a checkpoint are derived from
 this table. Its rows are declared in the other files of this folder. The path of an option, such as
 ``train.batch_size``, is its name.
 """
@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from plsc.config.data import DataOptions
-from plsc.config.model import HeadOptions, ModelOptions
+from plsc.config.data_and_model import DataOptions, HeadOptions, ModelOptions
 from plsc.config.option import Need, OptionSpec, shown_value, specs_of
-from plsc.config.runtime import MemoryOptions, PrecisionOptions, RuntimeOptions, SpeedOptions
-from plsc.config.train import CheckpointOptions, OptimOptions, TrainOptions
-from plsc.errors import CheckpointError, OptionError
+from plsc.config.train import (
+    CheckpointOptions,
+    MemoryOptions,
+    OptimOptions,
+    PrecisionOptions,
+    RuntimeOptions,
+    SpeedOptions,
+    TrainOptions,
+)
+from plsc.errors import CheckpointError, OptionError, record_failure, without_our_frames
 
 SCRIPT, CHECKPOINT = "set by the script", "from the checkpoint"
 """Origins of values; those of flags and of lines of files are their names."""
@@ -242,3 +249,49 @@ def _of_group(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a group, by name."""
     prefix = f"{group}."
     return {path.removeprefix(prefix): value for path, value in values.items() if path.startswith(prefix)}
+
+
+class Setters:  # setters.pyi has them for editors and type checkers
+    """Setters that check a value and put it into `options`; OptionError says what was expected."""
+
+    __slots__ = ("options",)
+
+    options: Options
+
+
+def _setter(spec: OptionSpec) -> Callable[..., None]:
+    """Return a method that takes a value, ``**`` items of a mapping, or both.
+
+    ``**arguments`` are those of the value; items by another name are the option of that name in the group.
+    """
+    value, _, mapping = spec.argument.replace(" ", "").partition("**")
+    value = value.rstrip(",")
+    kinds: dict[str, Any] = {"self": inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    kinds |= {value: inspect.Parameter.POSITIONAL_OR_KEYWORD} if value else {}
+    kinds |= {"arguments": inspect.Parameter.VAR_KEYWORD} if mapping else {}
+    signature = inspect.Signature([inspect.Parameter(name, kind) for name, kind in kinds.items()])
+
+    def set_option(*positional: Any, **named: Any) -> None:
+        given = signature.bind(*positional, **named).arguments
+        rest = given.get("arguments") or None
+        values = {spec.path: given[value] if value else rest}
+        if rest and mapping == "arguments":
+            values = {spec.path: {"name": given[value], **rest}}
+        elif value and mapping not in ("", "arguments"):
+            values[f"{spec.group}.{mapping}"] = rest
+        try:
+            given["self"].options.set_together(values)
+        except OptionError as error:
+            record_failure(error)
+            raise without_our_frames(error)  # noqa: B904 - its own causes stay
+
+    set_option.__name__ = spec.setter
+    set_option.__qualname__ = f"Setters.{spec.setter}"
+    set_option.__doc__ = f"Set ``{spec.path}``: {spec.meaning}. Default: {spec.default!r}."
+    set_option.__signature__ = signature  # type: ignore[attr-defined]
+    return set_option
+
+
+for _spec in reversed(_TABLE.values()):  # the first option of a setter describes it
+    if _spec.setter:
+        setattr(Setters, _spec.setter, _setter(_spec))

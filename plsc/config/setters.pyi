@@ -1,4 +1,4 @@
-"""The types of setters.py, written by tools/generate.py from the table in plsc/config."""
+"""The types of the setters, written by tools/generate.py from the table in plsc/config."""
 
 from collections.abc import Sequence
 from typing import Any

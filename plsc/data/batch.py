@@ -24,9 +24,9 @@ import torch
 from plsc.data.decode import check_normalised
 from plsc.data.order import splitmix64_of
 from plsc.errors import DataError, naming, printable
-from plsc.inputs import Input, map_tensors
 from plsc.seeds import hash_key
-from plsc.storage.regular import open_regular, read_regular
+from plsc.storage.disk import open_regular, read_regular
+from plsc.values import Input, map_tensors
 
 LIST_NAME = "bad_samples.txt"
 MAX_LISTED = 100_000  # lines; further bad samples are only counted

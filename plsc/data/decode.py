@@ -27,7 +27,7 @@ from simplejpeg import decode_jpeg, decode_jpeg_header
 
 from plsc.data.alignment import ALIGNED_SIZE, Face, align
 from plsc.errors import DataError
-from plsc.inputs import NO_IMAGE
+from plsc.values import NO_IMAGE
 
 Image: TypeAlias = bytes | np.ndarray | torch.Tensor | PillowImage.Image | Face
 ImageShape: TypeAlias = tuple[int, int, int]

@@ -39,8 +39,7 @@ from plsc.storage.blocks import (
     streamed,
     text_lines,
 )
-from plsc.storage.publish import replacing
-from plsc.storage.regular import check_inside, open_regular
+from plsc.storage.disk import check_inside, open_regular, replacing
 from plsc.storage.urls import (
     base_name,
     cache_folder,

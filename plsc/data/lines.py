@@ -25,7 +25,7 @@ import pybase64
 from plsc.data import native
 from plsc.data.files import MAX_LABEL_DIGITS, parse_label
 from plsc.errors import DataError
-from plsc.storage.regular import without_mark
+from plsc.storage.disk import without_mark
 
 MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
 

@@ -26,7 +26,7 @@ from plsc.data.sources import Source, open_source
 from plsc.data.sources.base import FileSource, printable
 from plsc.errors import DataError, check_name
 from plsc.seeds import hash_key
-from plsc.storage.publish import publishing_folder
+from plsc.storage.disk import publishing_folder
 from plsc.storage.urls import is_url, shown
 
 _UNLISTABLE = re.compile(r"[\t\r\n\ud800-\udfff]|\A\s|\s\Z")  # a file name that is not UTF-8 has surrogates

@@ -47,8 +47,8 @@ from plsc.data.decode import Image, ImageShape, decode_into
 from plsc.data.order import BatchPlan
 from plsc.data.sources.base import Source, TorchDatasetSource
 from plsc.errors import DataError, add_note, naming, refusing
-from plsc.inputs import Input, as_input, stack_inputs
 from plsc.seeds import hash_key
+from plsc.values import Input, as_input, stack_inputs
 
 logger = logging.getLogger(__name__)
 

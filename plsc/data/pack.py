@@ -22,8 +22,7 @@ from plsc.data.sources.base import printable
 from plsc.data.sources.tar import DEEPEST, read_members
 from plsc.errors import DataError
 from plsc.storage.blocks import fingerprint_of, streamed
-from plsc.storage.publish import publishing, publishing_folder
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular, publishing, publishing_folder
 from plsc.storage.urls import local_folder, shown
 
 CHECKSUM = ".plsc-sha256"

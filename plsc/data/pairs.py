@@ -19,7 +19,7 @@ import numpy as np
 
 from plsc.data.sources.base import printable
 from plsc.errors import DataError
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular
 
 _MOST_BYTES = (
     2**26

@@ -14,8 +14,8 @@ from plsc.data.loader import run_in_process
 from plsc.data.order import count_steps, is_limited, limited
 from plsc.data.sources.base import whole_number
 from plsc.errors import DataError, OptionError, naming
-from plsc.inputs import NO_IMAGE, Input, as_input, first_tensor, stack_inputs
 from plsc.seeds import hash_key
+from plsc.values import NO_IMAGE, Input, as_input, first_tensor, stack_inputs
 
 Sample = tuple[Any, int, str]  # image or other input, label, name
 _END = object()

@@ -17,7 +17,7 @@ from plsc.data.sources import Source, open_source
 from plsc.data.sources.recordio import frame, pack_image
 from plsc.errors import DataError, naming
 from plsc.machine import Counter
-from plsc.storage.publish import publishing, publishing_folder, refuse_existing
+from plsc.storage.disk import publishing, publishing_folder, refuse_existing
 from plsc.storage.urls import base_name, is_url, join, shown
 
 Samples = Iterable[tuple[bytes, int]]

@@ -38,7 +38,7 @@ import numpy as np
 from plsc.errors import DataError, OptionError, PlscError
 from plsc.evaluate.identification import norms_of
 from plsc.evaluate.report import Result, Table
-from plsc.storage.regular import Size, read_record
+from plsc.storage.disk import Size, read_record
 
 FEWEST_CLASSES = 20
 FEWEST_PAIRS = 5.0  # exceeding class pairs, and independent events among them, for a point prediction

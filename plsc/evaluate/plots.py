@@ -21,7 +21,7 @@ from matplotlib.ticker import EngFormatter
 
 from plsc.errors import DataError
 from plsc.evaluate.curves import area_under, roc_curve
-from plsc.storage.publish import replacing
+from plsc.storage.disk import replacing
 
 INK = "#333333"
 FAINT = "#D9D9D9"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from plsc.storage.publish import replacing
+from plsc.storage.disk import replacing
 
 _MARKS = re.compile(r"[<|]|\]\(")  # of Markdown
 

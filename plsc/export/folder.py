@@ -27,11 +27,11 @@ from plsc.checkpoint.manifest import METRICS_KEY, bytes_of, checksum
 from plsc.data.alignment import scaled_template
 from plsc.errors import CheckpointError, printable, without_secrets
 from plsc.evaluate.report import Section, lines_of
-from plsc.inputs import map_tensors
 from plsc.models import BaseModel
 from plsc.models.base_model import constructor_arguments
-from plsc.storage.regular import open_regular, read_record
+from plsc.storage.disk import open_regular, read_record
 from plsc.storage.urls import base_name, shown
+from plsc.values import map_tensors
 from plsc.version import __version__
 
 MODEL_NAME = "model.json"

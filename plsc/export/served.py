@@ -41,7 +41,7 @@ from plsc.export.folder import (
     read_about,
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
-from plsc.storage.regular import read_record
+from plsc.storage.disk import read_record
 from plsc.storage.urls import is_url, located
 
 if TYPE_CHECKING:

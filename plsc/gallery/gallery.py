@@ -22,8 +22,7 @@ from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, check_name
 from plsc.export.served import are_normalised
 from plsc.gallery.store import MOST_ENTRIES, Found, New, Store
-from plsc.storage.publish import publishing_folder
-from plsc.storage.regular import Size, Text, read_record
+from plsc.storage.disk import Size, Text, publishing_folder, read_record
 from plsc.storage.urls import is_url
 from plsc.version import install
 

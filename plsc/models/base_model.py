@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from plsc.errors import OptionError, refusing, suggest
-from plsc.inputs import Input, check_example, map_tensors
 from plsc.names import find_parameters
 from plsc.seeds import hash_key
+from plsc.values import Input, check_example, map_tensors
 
 _SHORT, _WORD = re.compile(r".{0,200}", re.DOTALL), re.compile(r"[\w-]{0,200}")
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from plsc.errors import OptionError
-from plsc.inputs import Input, first_tensor
 from plsc.models.base_model import ForwardWrapper
 from plsc.parallel.backbone import SampleDropout, SampleNumbers
 from plsc.storage.urls import cache_folder
+from plsc.values import Input, first_tensor
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

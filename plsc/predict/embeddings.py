@@ -26,8 +26,7 @@ from plsc.checkpoint.manifest import checksum
 from plsc.errors import CheckpointError, DataError, kind_and_line
 from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.predict.network import find_model
-from plsc.storage.publish import HIDDEN, replacing
-from plsc.storage.regular import Size, Text, read_record
+from plsc.storage.disk import HIDDEN, Size, Text, read_record, replacing
 
 INDEX_NAME = "_index.json"
 FORMAT, VERSION = "plsc-embeddings", 1

@@ -46,7 +46,7 @@ from plsc.parallel.world import World
 from plsc.predict.network import Trained, open_trained
 from plsc.predict.predict import Samples, open_samples
 from plsc.predict.protocols import open_dataset
-from plsc.storage.publish import publishing_folder
+from plsc.storage.disk import publishing_folder
 from plsc.storage.urls import local_folder
 from plsc.train.build import open_targets
 from plsc.train.callbacks import UserParts

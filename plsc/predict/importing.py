@@ -32,7 +32,6 @@ from plsc.checkpoint.layouts import (
 from plsc.checkpoint.manifest import (
     BACKBONE,
     CLASS_WEIGHTS,
-    MANIFEST_NAME,
     METRICS_KEY,
     Entry,
     HeadInfo,
@@ -53,10 +52,10 @@ from plsc.checkpoint.tensor_files import (
     refuse_no_match,
 )
 from plsc.config import Options
-from plsc.config.model import ModelOptions
+from plsc.config.data_and_model import ModelOptions
 from plsc.errors import CheckpointError, OptionError, suggest
 from plsc.models import build_model
-from plsc.storage.publish import publishing_folder
+from plsc.storage.disk import MANIFEST_NAME, publishing_folder
 from plsc.version import __version__
 
 SAFETENSORS, STATE_DICT = "safetensors", "state_dict"

@@ -41,7 +41,6 @@ from plsc.errors import DataError, OptionError, shown
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
-from plsc.inputs import Input
 from plsc.machine import Counter
 from plsc.models.base_model import dry_run, evaluating, find_layers, keeping_outputs
 from plsc.parallel.failure import on_every_rank, on_main_rank
@@ -60,12 +59,13 @@ from plsc.predict.embeddings import (
     write_shard,
 )
 from plsc.predict.network import Trained, open_trained
-from plsc.storage.publish import HIDDEN
+from plsc.storage.disk import HIDDEN
 from plsc.storage.urls import is_url
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
-from plsc.train.watch import BadSampleReport
+from plsc.train.log import BadSampleReport
+from plsc.values import Input
 
 logger = logging.getLogger(__name__)
 

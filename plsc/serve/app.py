@@ -36,7 +36,7 @@ from plsc.gallery.store import LARGEST_ID, StoreError
 from plsc.machine import stop_signals
 from plsc.serve import ServeOptions
 from plsc.serve.service import MOST_FOUND, Busy, Service, entry_name
-from plsc.storage.regular import parse_json
+from plsc.storage.disk import parse_json
 from plsc.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import numpy as np
 import pybase64
 
 from plsc.errors import DataError, OptionError
-from plsc.storage.regular import read_record
+from plsc.storage.disk import read_record
 
 Image = str | os.PathLike[str] | bytes
 Answer = TypeVar("Answer")

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from plsc.errors import DataError
-from plsc.storage.publish import replacing
-from plsc.storage.regular import AnyPath, open_regular, without_mark
+from plsc.storage.disk import AnyPath, open_regular, replacing, without_mark
 from plsc.storage.urls import cache_folder, is_url, open_filesystem, shown, with_retries
 
 BLOCK_BYTES = 4 * 2**20

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from fsspec.implementations.local import LocalFileSystem
 
 from plsc.errors import DataError
-from plsc.storage.publish import (
+from plsc.storage.disk import (
     DELETING,
     HIDDEN,
     MANIFEST_NAME,

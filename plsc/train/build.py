@@ -19,9 +19,8 @@ from plsc.checkpoint.load import missing_weights
 from plsc.checkpoint.manifest import CLASS_WEIGHTS, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, find_option
-from plsc.config.model import ExecutionArguments, sample_ratios
+from plsc.config.data_and_model import ExecutionArguments, sample_ratios
 from plsc.config.option import name_and_arguments, read_arguments
-from plsc.config.runtime import AutoMixedPrecisionLists, ScalingArguments
 from plsc.config.train import (
     CLIP_NORM,
     CLIPPED_STEP,
@@ -30,6 +29,8 @@ from plsc.config.train import (
     WARMUP_SHARE,
     WARMUP_STEPS,
     WARMUP_STEPS_OF_UNKNOWN_LENGTH,
+    AutoMixedPrecisionLists,
+    ScalingArguments,
     ScheduleArguments,
     check_named_arguments,
     listed_names,
@@ -66,8 +67,8 @@ from plsc.names import load_function, names_code
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters
 from plsc.parallel.backbone import SampleNumbers, sum_gradients, synchronise_batch_norm, use_sample_dropout
 from plsc.parallel.world import World, class_range
-from plsc.storage.regular import open_regular
-from plsc.train.targets import HeldOutSet, Target, TestReader, load_targets, open_held_out
+from plsc.storage.disk import open_regular
+from plsc.train.targets import DEFAULT_TARGET, HeldOutSet, Target, TestReader, load_targets, open_held_out
 
 logger = logging.getLogger(__name__)
 
@@ -185,14 +186,21 @@ def open_targets(
 ) -> list[Target | HeldOutSet]:
     """Return the pair files and lists of `data.val_targets`, and the held-out set of `data.val_dir`.
 
-    limit: of the batches of each. classes: number and names of those of the head; None: no held-out set.
+    If the first is None: lfw.bin, if it exists. limit: of the batches of each. classes: number and names of
+    those of the head; None: no held-out set.
     """
     data, batch = options.data, options.train.test_batch_size * world.size
     how: Any = {"landmarks": data.landmarks, "is_strict": data.bad_images == "stop"}
+    folder, names = Path(data.dataset_dir), data.val_targets
+    if test_reader is not None:
+        names = names or DEFAULT_TARGET
+    elif folder.is_file():
+        folder = folder.parent  # such as the folder of train.rec
+    if names is None and (folder / f"{DEFAULT_TARGET}.bin").exists():
+        names = DEFAULT_TARGET
     targets: list[Target | HeldOutSet] = []
-    targets += load_targets(
-        data.val_targets, Path(data.dataset_dir), batch, limit, test_reader, allowed=data.allowed, **how
-    )
+    if names:
+        targets += load_targets(names, folder, batch, limit, test_reader, allowed=data.allowed, **how)
     if classes is not None and data.val_dir is not None:
         held_out = open_held_out(
             data.val_dir, *classes, world, batch, limit, format_arguments=data.format_arguments, **how

@@ -18,7 +18,7 @@ from plsc.checkpoint.classes import MAP_NAME
 from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config
-from plsc.config.data import cache_place
+from plsc.config.data_and_model import cache_place
 from plsc.config.option import name_and_arguments, shown_value
 from plsc.data.batch import Transform
 from plsc.data.class_names import ClassNames
@@ -34,9 +34,9 @@ from plsc.data.sources.base import (
     class_names_of,
 )
 from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.inputs import Input
 from plsc.parallel.world import World
 from plsc.storage.urls import shown
+from plsc.values import Input
 
 # Labels that imply more classes than both limits are rejected as a likely typo.
 _MANY_CLASSES = 10_000

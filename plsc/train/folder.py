@@ -34,14 +34,13 @@ from pathlib import Path, PurePath
 from typing import Annotated, TypedDict
 
 from plsc.checkpoint import read_manifest
-from plsc.checkpoint.manifest import MANIFEST_NAME, OpenedCheckpoint, age_key, checkpoints_in
+from plsc.checkpoint.manifest import OpenedCheckpoint, age_key, checkpoints_in
 from plsc.checkpoint.remote import claim, fetch
 from plsc.checkpoint.save import BEST_NAME, check_replaceable
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
-from plsc.storage.publish import FolderLock, lock_note
-from plsc.storage.regular import read_record
+from plsc.storage.disk import MANIFEST_NAME, FolderLock, lock_note, read_record
 from plsc.storage.store import Store, clean, hidden_versions
 from plsc.storage.urls import base_name, folder_for, is_url, join, parent_of, shown
 

@@ -1,10 +1,11 @@
-"""Where the metrics of a run go: files and TensorBoard, and the callbacks that write to them."""
+"""What a run logs: lines or a progress bar on the terminal, bad samples, metrics in files and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +13,194 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.nn.utils import get_total_norm
+from tqdm import tqdm
 
 from plsc.config.option import is_finite_number
-from plsc.config.train import listed_names
+from plsc.data.batch import LIST_NAME, BadSample, BadSampleList
 from plsc.errors import refusing
-from plsc.parallel.backbone import gradient_values
-from plsc.storage.publish import replacing
-from plsc.storage.regular import open_regular, read_regular
+from plsc.parallel.world import World
+from plsc.storage.disk import open_regular, read_regular, replacing
 from plsc.train.callbacks import Callback, Context, Logger
 from plsc.version import install
+
+logger = logging.getLogger(__name__)
+
+
+QUIET = 30.0  # seconds after which a step is logged that is not due, where there is no bar
+_BAR = "{desc} {percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt} {remaining} left{postfix}"
+_COUNT = "{desc} step {n_fmt}{postfix}"  # of unknown length
+
+
+class Progress(Callback):
+    """Logs the metrics and evaluations of a run, and shows a progress bar on a terminal; on rank 0.
+
+    epochs: those of the run; None if it ends after a number of steps.
+    """
+
+    def __init__(self, epochs: int | None) -> None:
+        self._of = "" if epochs is None else f"/{epochs}"
+        self._bar: tqdm | None = None
+        self._spoke = time.monotonic()
+
+    def run_start(self, context: Context) -> None:
+        """Open the progress bar."""
+        self._spoke = time.monotonic()
+        if context.is_main and sys.stderr.isatty() and logger.isEnabledFor(logging.INFO):
+            total = context.total_steps
+            shape = _BAR if total else _COUNT
+            self._bar = tqdm(total=total, initial=context.step, dynamic_ncols=True, bar_format=shape)
+
+    def after_step(self, context: Context) -> None:
+        """Show the step, or log it if no line was logged for long."""
+        if self._bar is not None:
+            self._bar.set_description_str(self._epoch_of(context.current_epoch), refresh=False)
+            self._bar.set_postfix_str(self._numbers(context, self._loss(context)), refresh=False)
+            self._bar.update()
+        elif not context.is_logged and time.monotonic() - self._spoke > QUIET:
+            self._log(context, context.current_epoch, self._loss(context))
+
+    def logged(self, context: Context) -> None:
+        """Log the progress and the mean loss since the last line."""
+        self._log(context, context.metrics["epoch"], context.metrics["mean_loss"])
+
+    def _log(self, context: Context, epoch: int, loss: float | None) -> None:
+        self._spoke = time.monotonic()
+        steps = f"{context.step}/{context.total_steps}" if context.total_steps else f"{context.step}"
+        context.world.log(f"{self._epoch_of(epoch)} step {steps} {self._numbers(context, loss)}")
+
+    def _loss(self, context: Context) -> float | None:
+        """Return the last known mean loss: that of a step is unknown if losses are read late."""
+        return context.metrics.get("mean_loss") if context.mean_loss is None else context.mean_loss
+
+    def evaluated(self, context: Context) -> None:
+        """Log the results."""
+        for name, result in context.evaluation.items():
+            epoch = self._epoch_of(context.current_epoch)
+            context.world.log(f"{epoch} step {context.step} {name}: {result.summary()}")
+
+    def run_end(self, context: Context) -> None:
+        """Close the progress bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    exception = run_end
+
+    def _epoch_of(self, epoch: int) -> str:
+        """Return ``epoch 1/3``; the epoch counts from 1 here, from 0 in metrics.jsonl."""
+        return f"epoch {epoch + 1}{self._of}"
+
+    def _numbers(self, context: Context, loss: float | None) -> str:
+        """Return ``loss 5.876 accuracy 0.912 lr 0.1 429 images/s``, as far as known."""
+        metrics = context.metrics
+        parts = [f"loss {'overflow' if loss is None else f'{loss:#.4g}'}"]
+        for key, text in _NUMBERS.items():
+            if metrics.get(key) is not None:
+                parts.append(text.format(metrics[key]))
+        return " ".join(parts)
+
+
+_NUMBERS = {
+    "accuracy": "accuracy {:.3f}",
+    "accuracy_top5": "top-5 {:.3f}",
+    "lr": "lr {:.4g}",
+    "loss_scale": "loss_scale {:g}",
+    "skipped_steps": "skipped_steps {}",
+    "images_per_second": "{:.0f} images/s",
+}
+
+
+class Meter:
+    """Measures the speed over the steps since the last `report`."""
+
+    def __init__(self) -> None:
+        self.wait = self.step = 0.0  # seconds of the last step: waiting for its batch, and in total
+        self._clear()
+
+    def start_step(self) -> None:
+        """Start timing a step, before its batch is requested."""
+        self._started = time.perf_counter()
+
+    def batch_arrived(self) -> None:
+        """Record the time since the start of the step as waiting for data."""
+        self.wait = time.perf_counter() - self._started
+        self._data_seconds += self.wait
+
+    def end_step(self, images: int, skipped: int) -> None:
+        """Count a step: images of the global batch, and bad images skipped on this rank."""
+        self.step = time.perf_counter() - self._started
+        self._step_seconds += self.step
+        self._steps += 1
+        self._images += images
+        self._skipped += skipped
+
+    def report(self) -> dict[str, float | int]:
+        """Return the means over the steps since the last report, and reset them.
+
+        images_per_second counts images of all ranks, skipped_images those of this rank.
+        """
+        steps = max(1, self._steps)
+        report: dict[str, float | int] = {
+            "images_per_second": self._images / max(self._step_seconds, 1e-9),
+            "data_seconds": self._data_seconds / steps,
+            "step_seconds": self._step_seconds / steps,
+            "skipped_images": self._skipped,
+        }
+        self._clear()
+        return report
+
+    def _clear(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = self._images = self._skipped = 0
+        self._data_seconds = self._step_seconds = 0.0
+
+
+_SHOWN = 10  # bad samples printed per rank: all samples of a dataset may be bad
+
+
+class BadSampleReport:
+    """Collects the bad samples of all ranks; rank 0 writes them to a file in the folder, if there is one."""
+
+    def __init__(self, world: World, folder: Path | None, name: str = LIST_NAME) -> None:
+        self._world = world
+        self._list = BadSampleList(folder, name) if world.is_main and folder is not None else None
+        self._others = "not logged" if folder is None else f"only listed in {name}"
+        self._pending: list[BadSample] = []
+        self._shown: set[str] = set()
+        self._is_cut = False
+        self._summary = ""  # the last one logged
+
+    def add(self, problems: list[BadSample]) -> None:
+        """Add the bad samples of a batch of this rank; the first few are logged, each only once."""
+        for problem in problems:
+            if problem.text in self._shown:
+                continue
+            if len(self._shown) < _SHOWN:
+                self._shown.add(problem.text)
+                logger.warning(f"skipped: {problem.text}")
+            elif not self._is_cut:
+                self._is_cut = True
+                logger.warning(f"more bad samples were found; they are {self._others}")
+        self._pending.extend(problems)
+
+    def gather(self) -> int:
+        """Write the bad samples of all ranks since the last call to the file; a collective.
+
+        Returns the number of different bad samples so far on rank 0, and 0 on other ranks.
+        """
+        everywhere = self._world.all_gather_object([vars(problem) for problem in self._pending])
+        self._pending = []
+        if self._list is None:
+            return 0
+        self._list.add([BadSample(**problem) for part in everywhere for problem in part])
+        return sum(self._list.counts.values())
+
+    def log_summary(self) -> None:
+        """Log the number of bad samples of each kind, if it has changed."""
+        summary = "" if self._list is None else self._list.summary()
+        if self._list is not None and summary != self._summary:
+            self._summary = summary
+            self._world.log(f"bad samples: {summary}; listed in {self._list.path}")
+
 
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
@@ -121,11 +300,11 @@ _ACCURACIES = ("accuracy", "accuracy_top5")
 class Logging(Callback):
     """Writes metrics, evaluations and means of epochs to the loggers, on rank 0.
 
-    custom: the user's loggers, in addition to those of `train.loggers`.
+    names: of LOGGERS. custom: the user's loggers.
     """
 
-    def __init__(self, custom: Sequence[Logger] = ()) -> None:
-        self._custom = custom
+    def __init__(self, names: Sequence[str], custom: Sequence[Logger]) -> None:
+        self._names, self._custom = names, custom
         self._open: dict[str, Logger] = {}
         self._epoch = EpochMeans()
         self._context: Context | None = None
@@ -136,7 +315,7 @@ class Logging(Callback):
         if not context.is_main:
             return
         context.folder.mkdir(parents=True, exist_ok=True)
-        for name in listed_names(context.options.train.loggers):
+        for name in self._names:
             self._open[name] = LOGGERS[name](context.folder, context.step)
         self._open |= {f"{type(one).__name__} {number}": one for number, one in enumerate(self._custom)}
 
@@ -255,13 +434,3 @@ class EpochMeans:
     def _add(self, **values: float) -> None:
         for name, value in values.items():
             self._sums[name] += value
-
-
-class GradientNorm(Callback):
-    """Logs the 2-norm of the gradient of the network, before clipping, in logged steps; a collective."""
-
-    def after_backward(self, context: Context) -> None:
-        """Add ``gradient_norm`` to the log line."""
-        if context.is_logged:
-            gradients = [p.grad for p in context.network.parameters() if p.grad is not None]
-            context.log("gradient_norm", float(get_total_norm(map(gradient_values, gradients))))

@@ -20,11 +20,12 @@ from plsc.parallel.backbone import equal_buffers
 from plsc.parallel.failure import StopSignal
 from plsc.parallel.world import World, gather_rows, span
 from plsc.train.callbacks import CurrentStep, Position, Run
+from plsc.train.log import BadSampleReport, Meter
 from plsc.train.restore import WarmStart
 from plsc.train.saving import Saver
 from plsc.train.step import Step, StepResult, stop_at_bad_weights
 from plsc.train.targets import evaluate_targets
-from plsc.train.watch import BadSampleReport, Meter, WeightAverage
+from plsc.train.watch import WeightAverage
 
 STOP_SECONDS = 60.0
 """How long a run may take to save and upload its state after a signal to stop."""

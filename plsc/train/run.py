@@ -28,7 +28,6 @@ from plsc.heads import ShardedHead
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
-from plsc.inputs import split_sizes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
 from plsc.names import names_code
@@ -48,13 +47,14 @@ from plsc.train.build import (
 from plsc.train.callbacks import Callback, Callbacks, Length, Logger, Position, Run, UserParts
 from plsc.train.data import open_training_data
 from plsc.train.folder import RunFolder
-from plsc.train.log import GradientNorm, Logging
+from plsc.train.log import Logging, Progress
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.restore import restore, start_from_pretrained
 from plsc.train.saving import Saver
 from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
-from plsc.train.watch import LayerTable, Profile, Progress, WeightAverage
+from plsc.train.watch import GradientNorm, LayerTable, Profile, WeightAverage
+from plsc.values import split_sizes
 
 _LARGE_ON_CPU = 10**7  # parameters of a network
 _LARGEST_BATCH = 2**30  # elements in the images of a rank's batch
@@ -332,12 +332,12 @@ def add_output(run: Run, folder: RunFolder, loggers: Sequence[Logger] | None) ->
     callbacks: list[Callback] = [
         *([WeightAverage(run.network, decay, run.world.backbone_group)] if decay else []),
         *run.callbacks.all,
-        Progress(),
+        Progress(None if train.steps else train.epochs),
         *(CALLBACKS[name]() for name in listed_names(train.callbacks)),
     ]
     run.world.log(folder.note)
     if loggers is not None:
-        callbacks.append(Logging(loggers))
+        callbacks.append(Logging(listed_names(train.loggers), loggers))
     else:
         run.world.log("train.fast_dev_run: a few batches of training and evaluation; nothing is saved")
     run.callbacks = Callbacks(callbacks, run.network)

@@ -26,7 +26,7 @@ from plsc.errors import CheckpointError, NotSavedError, PlscError
 from plsc.machine import BackgroundThread, Counter, available_memory
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result
 from plsc.parallel.world import World
-from plsc.storage.regular import read_regular
+from plsc.storage.disk import read_regular
 from plsc.storage.store import Store, format_bytes
 from plsc.train.callbacks import Run
 from plsc.train.folder import RunFolder

@@ -22,15 +22,15 @@ from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.inputs import Input, split_input, split_sizes
 from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
 from plsc.optim import set_rates, sparse_parameters
 from plsc.parallel.backbone import gradient_values, no_gradient_sync
 from plsc.parallel.world import Arriving, World, max_over_ranks, span
 from plsc.seeds import hash_key
-from plsc.storage.publish import replacing
+from plsc.storage.disk import replacing
 from plsc.train.callbacks import Position, Run
 from plsc.train.watch import tensors_of
+from plsc.values import Input, split_input, split_sizes
 
 
 @dataclass

@@ -18,13 +18,13 @@ from plsc.evaluate.embed import ClassificationResult, EvaluatedNetwork, ImagesOf
 from plsc.evaluate.verification import VerificationResult, read_pair_list, verify
 from plsc.heads import Head
 from plsc.parallel.world import World
-from plsc.storage.regular import check_inside
+from plsc.storage.disk import check_inside
 from plsc.train.data import align_source, open_labelled
 
 TestReader = Callable[[str, str], tuple[Sequence[Any], Sequence[str]]]
 """``reader(dataset_dir, val_targets)``, like plsc.utils.jpeg_reader.test."""
 NAME = "val"  # in results and metrics
-_DEFAULT_TARGET = "lfw"
+DEFAULT_TARGET = "lfw"
 _FOLDS = 10
 
 
@@ -67,7 +67,7 @@ def open_pairs(
 
 
 def load_targets(
-    names: str | None,
+    names: str,
     folder: Path,
     batch: int,
     limit: int | float = 1.0,
@@ -77,18 +77,15 @@ def load_targets(
     landmarks: str | None = None,
     is_strict: bool = True,
 ) -> list[Target]:
-    """Return the pair files and lists of these names, separated by commas; None: lfw.bin if it exists.
+    """Return the pair files and lists of these names, separated by commas.
 
-    folder: the dataset. limit: of the batches per file, of `batch` images; at least ten pairs are left.
+    folder: of the dataset. limit: of the batches per file, of `batch` images; at least ten pairs are left.
     allowed, landmarks, is_strict: see `open_pairs`. Raises DataError for a missing or damaged file, or one
     with too few pairs for ten folds.
     """
     if test_reader is not None:
-        targets = _read_targets(test_reader, str(folder), names or _DEFAULT_TARGET)
+        targets = _read_targets(test_reader, str(folder), names)
     else:
-        folder = folder.parent if folder.is_file() else folder  # such as the folder of train.rec
-        if names is None:
-            names = _DEFAULT_TARGET if (folder / f"{_DEFAULT_TARGET}.bin").exists() else ""
         targets = []
         for name in filter(None, (part.strip() for part in names.split(","))):
             stored, listed = folder / f"{name}.bin", folder / name

@@ -25,8 +25,7 @@ from plsc.checkpoint.remote import verify
 from plsc.cli import main
 from plsc.config import Options, all_options
 from plsc.errors import CheckpointError, DataError
-from plsc.storage.publish import FolderLock, lock_note
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import FolderLock, lock_note, open_regular
 from plsc.storage.store import Store, clean
 from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file

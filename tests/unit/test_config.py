@@ -212,7 +212,7 @@ def test_an_error_of_a_verb_keeps_its_type_and_shows_no_frame_inside_plsc(tmp_pa
     for call in (ins.train, lambda: ins.set_train_batch_size("x")):
         with pytest.raises(PlscError) as caught:
             call()
-        assert {frame.path.name for frame in caught.traceback} <= {"test_config.py", "entry.py", "setters.py"}
+        assert {frame.path.name for frame in caught.traceback} <= {"test_config.py", "entry.py", "options.py"}
     assert "open_source" in caplog.text
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LEVELS = [
     {"seeds", "version"},
     {"errors"},
-    {"machine", "names", "inputs", "values"},
+    {"machine", "names", "values"},
     {"config", "parallel", "storage"},
     {"data", "models", "heads", "optim"},
     {"checkpoint", "evaluate"},

@@ -39,8 +39,7 @@ from plsc.data.partition.parts import Parts, lines_per_rank, padding_lines, part
 from plsc.errors import DataError, OptionError
 from plsc.machine import Counter
 from plsc.storage.blocks import streamed
-from plsc.storage.publish import SAVING, Workspace, refuse_existing
-from plsc.storage.regular import FileName, Text, read_record
+from plsc.storage.disk import SAVING, FileName, Text, Workspace, read_record, refuse_existing
 from plsc.storage.store import Store, staged
 from plsc.storage.urls import is_url, join, shown
 

@@ -24,7 +24,7 @@ from plsc.data.lines import Buffers
 from plsc.data.partition.inputs import Input, InputCount, read_counted
 from plsc.data.partition.parts import checksum, line_keys, lines_per_rank, padding_lines, rank_bounds
 from plsc.errors import DataError, OptionError
-from plsc.storage.publish import hidden_name, replacing
+from plsc.storage.disk import hidden_name, replacing
 from plsc.storage.store import Store
 from plsc.storage.urls import is_url
 from plsc.version import install

@@ -38,7 +38,7 @@ from plsc.data.sources.rows import Base64Source, CsvSource, JsonLinesSource
 from plsc.data.sources.tar import TarSource
 from plsc.errors import DataError, OptionError, naming
 from plsc.storage.blocks import Bytes, buffered, open_bytes, streamed, text_lines
-from plsc.storage.regular import check_inside, without_mark
+from plsc.storage.disk import check_inside, without_mark
 from plsc.storage.urls import (
     base_name,
     exists,

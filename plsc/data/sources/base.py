@@ -23,7 +23,7 @@ from plsc.data.decode import IMAGE_SUFFIXES, MAX_FILE_BYTES, Image, check_image_
 from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.errors import DataError, add_note, naming, printable
-from plsc.storage.regular import open_regular
+from plsc.storage.disk import open_regular
 from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, place_of, shown, with_retries
 
 IMAGE_START = re.compile(  # strict, because a list must not publish a private text file

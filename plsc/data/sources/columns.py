@@ -14,7 +14,7 @@ import numpy as np
 from plsc.data.files import name_key, ranked
 from plsc.data.sources.base import IndexedSource, printable
 from plsc.errors import DataError, OptionError, check_name
-from plsc.storage.regular import parse_json, read_regular, without_mark
+from plsc.storage.disk import parse_json, read_regular, without_mark
 
 IMAGE_COLUMNS = (
     *("image", "img", "image_path", "path", "file_name", "filename", "file", "jpg", "jpeg", "png"),

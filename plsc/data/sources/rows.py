@@ -27,7 +27,7 @@ from plsc.data.sources.columns import (
 )
 from plsc.errors import DataError, OptionError, naming
 from plsc.storage.blocks import BytesFile, buffered, open_bytes, text_lines
-from plsc.storage.regular import parse_json
+from plsc.storage.disk import parse_json
 from plsc.storage.urls import base_name, is_url, parent_of, shown
 
 KIND = "base64-3"

@@ -22,7 +22,7 @@ from plsc.data.sources.columns import (
 )
 from plsc.errors import DataError
 from plsc.storage.blocks import Bytes, buffered
-from plsc.storage.regular import parse_json, without_mark
+from plsc.storage.disk import parse_json, without_mark
 from plsc.storage.urls import base_name, shown
 
 _DIGITS = re.compile(rb"\d{200}")  # quadratic in tarfile before Python 3.12.6 (CVE-2024-6232)

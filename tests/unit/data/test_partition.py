@@ -101,7 +101,7 @@ def test_the_parts_equal_the_reference_implementation(tmp_path, way):
 def test_every_small_number_of_lines_and_ranks(tmp_path, monkeypatch):
     choose(monkeypatch, "many buckets")
     # Thousands of files need not be flushed to the disk.
-    monkeypatch.setattr("plsc.storage.publish.sync", lambda _: None)
+    monkeypatch.setattr("plsc.storage.disk.sync", lambda _: None)
     for count in (1, 2, 4, 7, 25):
         folder = write_set(tmp_path / str(count), lines := some_lines(count, 30), files=2)
         for nranks in (1, 2, 3, 9):
@@ -184,7 +184,7 @@ def test_keys_equal_those_of_plsc_seeds():
 
 def test_the_parts_are_flushed_to_the_disk(tmp_path, monkeypatch):
     synced: list[str] = []
-    monkeypatch.setattr("plsc.storage.publish.sync", lambda path: synced.append(Path(path).name))
+    monkeypatch.setattr("plsc.storage.disk.sync", lambda path: synced.append(Path(path).name))
     folder = write_set(tmp_path / "set", lines := some_lines(50))
     partition(PartitionOptions(str(folder), 3, output_dir=str(tmp_path / "out")))
     assert read_parts(tmp_path / "out") == expected_parts(lines, 3, 0)
