@@ -43,7 +43,6 @@ from plsc.config import Options
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
-from plsc.models.precision import autocast
 from plsc.models.resnet import use_torch_layers
 from plsc.parallel.world import World
 from plsc.plan import plan
@@ -210,7 +209,8 @@ def _backbone_step(run: Run, batch: Batch) -> Tensor:
     """Run a step of the network like `Step`, with a constant gradient instead of a head."""
     images = batch.input(run.world.device, run.network.input_layout)
     run.optimizer.zero_grad(set_to_none=True)
-    with autocast(run.mode, run.world.device):
+    dtype = None if run.mode == "float32" else getattr(torch, run.mode)
+    with torch.autocast(run.world.device.type, dtype, enabled=dtype is not None):
         embeddings = run.trained_network(images, None, True)
     embeddings.float().backward(torch.full_like(embeddings, 1e-3, dtype=torch.float32))
     run.optimizer.step()

@@ -14,6 +14,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,6 @@ from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin
 from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
 from plsc.models import build_model
-from plsc.models.precision import autocast
 from plsc.models.recomputation import recompute_activations
 from plsc.models.resnet import use_torch_layers
 from plsc.names import names_code
@@ -306,7 +306,7 @@ def _measure_activations(
             example: Input | None = getattr(network, "example_input", None)
             sample = torch.empty(0, *image_shape) if example is None else example
             images = map_tensors(lambda part: part.new_zeros(batch, *part.shape[1:]), sample)
-            with autocast(mode, torch.device("cpu")):
+            with nullcontext() if mode == "float32" else torch.autocast("cpu", getattr(torch, mode)):
                 embeddings = network(images)
             embeddings.float().backward(torch.ones_like(embeddings, dtype=torch.float32))
     return _total(tracker, "peak") - before

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ def apply_lists(
 ) -> None:
     """Apply lists of OPERATORS to a network in place; they take effect when it is called under autocast.
 
-    white: compute in 16 bits. black: compute in float32. mode: as of `autocast`; nothing changes in float32.
+    white: compute in 16 bits. black: compute in float32. mode: of autocast; nothing changes if it is float32.
     Parameters and state dicts do not change.
 
     Wraps the ``forward`` of single modules, so that recomputation repeats the same casts.
@@ -56,13 +56,6 @@ def apply_lists(
         is_listed = isinstance(module, in_16_bits + exact)
         module.forward = _ModuleForward(module.forward, call, fixed if is_listed else None)
     network.forward = _NetworkForward(network.forward, call)
-
-
-def autocast(mode: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the autocast context of a precision mode: 'float32' (no autocast), 'float16' or 'bfloat16'."""
-    if mode == "float32":
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, mode))
 
 
 class _NetworkCall:
@@ -282,8 +275,6 @@ def scale_gradient(embeddings: Tensor, scale: float) -> Tensor:
 
     So only the gradients of the backbone are scaled, not the loss, the head or its class weights.
     """
-    if scale == 1.0:
-        return embeddings.to(_work_type(embeddings.dtype))
     return _Scaled.apply(embeddings, scale)
 
 

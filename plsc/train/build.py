@@ -238,6 +238,8 @@ def build_scaler(arguments: Mapping[str, Any] | None, mode: str) -> LossScaler |
 
 def apply_precision(network: nn.Module, options: Config, device: torch.device) -> None:
     """Apply `precision.lists` to a network in place; see `apply_lists`."""
+    if options.precision.lists is None:
+        return
     lists = read_arguments(AutoMixedPrecisionLists, options.precision.lists, "precision.lists")
     mode = training_mode(options.precision.mode, device)
     apply_lists(network, lists.custom_white_list or (), lists.custom_black_list or (), mode, device)

@@ -7,8 +7,9 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from plsc.data.reader import ReaderLoader
 from plsc.errors import TrainingError
 from plsc.heads import HeadOutput
 from plsc.heads.base import join_outputs
-from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
+from plsc.models.precision import MOST_SKIPS, LossScaler, scale_gradient, unscale
 from plsc.optim import set_rates, sparse_parameters
 from plsc.parallel.backbone import gradient_values, no_gradient_sync
 from plsc.parallel.world import Arriving, World, max_over_ranks, span
@@ -60,6 +61,9 @@ class Step:
         is_fused = all(group.get("fused") for group in run.optimizer.param_groups)
         self._skips_bad_update = self.losses.is_late and is_fused and run.scaler is None
         self._before = BufferCopy([run.network, run.head]) if run.scaler else None
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if run.mode != "float32":
+            self._autocast = partial(torch.autocast, run.world.device.type, getattr(torch, run.mode))
         self._sparse = sparse_parameters(run.network)
         self._trained = [p for p in run.network.parameters() if p.requires_grad]
         self._is_first = True
@@ -132,10 +136,9 @@ class Step:
 
         Gradients of the backbone are multiplied by the loss scale, if there is one.
         """
-        run, device, parts = self._run, self._run.world.device, self._options.micro_batches
+        run, parts = self._run, self._options.micro_batches
         if sizes:  # a small last batch has fewer parts
             parts = max(1, min(parts, max(sizes)))
-        scale = 1.0 if run.scaler is None else run.scaler.scale
         total = sum(sizes) if sizes else 0
         known = None  # labels of each rank's micro-batches
         if sizes and batch.all_labels is not None:
@@ -145,11 +148,13 @@ class Step:
             is_last = part == parts - 1
             # Gradients are summed over the ranks only in the last micro-batch.
             with nullcontext() if is_last else no_gradient_sync(run.trained_network):
-                with span("forward"), autocast(run.mode, device):
+                with span("forward"), self._autocast():
                     embeddings = run.trained_network(input, labels, True)
+                if run.scaler is not None:
+                    embeddings = scale_gradient(embeddings, run.scaler.scale)
                 with span("head"):
                     output = run.head(
-                        scale_gradient(embeddings, scale),
+                        embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)),
                         labels,
                         with_accuracy=is_logged and self._options.calc_acc,
                         sizes=[split_sizes(size, parts)[part] for size in sizes] if sizes else None,
@@ -215,7 +220,7 @@ class Step:
         """
         run, batch, position = self._run, coming.batch, coming.position
         world, path = run.world, run.folder / BAD_BATCH_NAME
-        with torch.no_grad(), autocast(run.mode, world.device):
+        with torch.no_grad(), self._autocast():
             parts = self._micro_batches(batch, position.step, self._options.micro_batches)
             layer = find_bad_layer(run.network, parts)
         names = list(batch.names)

@@ -19,7 +19,6 @@ from plsc.models.precision import (
     LossScaler,
     OperatorPrecision,
     apply_lists,
-    autocast,
     scale_gradient,
     unscale,
 )
@@ -47,7 +46,7 @@ def types_in(net, mode="bfloat16"):
             module.register_forward_hook(
                 lambda _, inputs, output, name=name: seen.update({name: output.dtype})
             )
-    with autocast(mode, CPU):
+    with torch.autocast("cpu", torch.bfloat16, enabled=mode == "bfloat16"):
         output = net(torch.randn(2, 3, 16, 16))
     output.sum().backward()
     assert all(p.dtype is p.grad.dtype is torch.float32 for p in net.parameters())
@@ -114,7 +113,10 @@ def test_every_operator_follows_the_lists_for_every_way_to_call_it():
         size = {"1d": (2, 3, 8), "3d": (1, 3, 8, 8, 8)}.get(name[-2:], (1, 3, 8, 8))
         x = torch.randn(size)
         for white, black, dtype in (((name,), (), torch.float32), ((), (name,), torch.bfloat16)):
-            with autocast("bfloat16", CPU), OperatorPrecision(white, black, torch.bfloat16, "cpu"):
+            with (
+                torch.autocast("cpu", torch.bfloat16),
+                OperatorPrecision(white, black, torch.bfloat16, "cpu"),
+            ):
                 output = call(x.to(dtype))
             wanted = torch.bfloat16 if white else torch.float32
             assert output.dtype is wanted, (name, output.dtype, wanted)
@@ -128,7 +130,7 @@ def test_torch_attention_follows_the_lists_of_its_operators(name):
     apply_lists(network, ["softmax" if name == "linear" else "linear"], [name], "bfloat16", CPU)
     found = []
     attention.register_forward_hook(lambda layer, inputs, output: found.append(output[0]))
-    with autocast("bfloat16", CPU):
+    with torch.autocast("cpu", torch.bfloat16):
         network(x)
     (output,) = found
     assert output.dtype is torch.float32
