@@ -17,6 +17,7 @@ from torch import nn
 
 from plsc.checkpoint.save import local_of
 from plsc.models import BaseModel
+from plsc.train import loop
 from plsc.train import run as build
 from plsc.train.snapshot import collect_tensors
 from plsc.train.step import Step
@@ -60,37 +61,43 @@ def state_of(run) -> dict[str, torch.Tensor]:
 
 def train_scripted(options, world, script: str, network=Scripted):
     """Train so that each step goes as the script says; what a skipped step leaves must be what it found."""
-    make, find_overflow = Step.make, Step._find_overflow
 
-    def scripted(self, batch, sizes, is_logged):
-        run = self._run
-        is_last = world.rank == world.size - 1
-        Scripted.kind = script[run.position.step] if is_last else "."
-        before = state_of(run)
-        made = make(self, batch, sizes, is_logged)
-        assert made.is_skipped == (script[run.position.step] in "gpe"), run.position
-        after = state_of(run)
-        if made.is_skipped:
-            assert before.keys() == after.keys()
-            changed = [key for key in before if not before[key].equal(after[key])]
-            assert not changed, f"step {run.position.step} changed {changed}"
-        elif Scripted.kind != "l":  # a late bad loss: a fused optimizer skips its update
+    class ScriptedStep(Step):
+        def __init__(self, run):
+            super().__init__(run)
+            self.run, sync, call = run, run.head.sync_gradients, run.call
+
+            def synchronise():
+                sync()
+                if Scripted.kind == "p":
+                    run.network.fc.weight.grad[0, 0] = math.inf
+
+            def call_back(event):
+                if event == "after_backward" and Scripted.kind == "l":
+                    run.current.output.mean_loss.fill_(math.nan)
+                call(event)
+
+            run.head.sync_gradients, run.call = synchronise, call_back
+
+        def make(self, batch, sizes, is_logged):
+            run, kind = self.run, script[self.run.position.step]
+            Scripted.kind = kind if world.rank == world.size - 1 else "."
+            before = state_of(run)
+            made = super().make(batch, sizes, is_logged)
+            assert made.is_skipped == (kind in "gpe"), run.position
+            after = state_of(run)
             changed = {key for key in after if key not in before or not before[key].equal(after[key])}
-            assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
-            assert len(run.head.weight) == 0 or any(key.startswith("head") for key in changed)
-        return made
-
-    def finding_overflow(self, output):
-        if Scripted.kind == "p":
-            self._run.network.fc.weight.grad[0, 0] = math.inf
-        if Scripted.kind == "l":
-            output.mean_loss.fill_(math.nan)
-        return find_overflow(self, output)
+            if made.is_skipped:
+                assert not changed, f"step {run.position.step} changed {changed}"
+                assert before.keys() == after.keys()
+            elif Scripted.kind != "l":  # a late bad loss: a fused optimizer skips its update
+                assert {"backbone.fc.weight", "backbone.norm.running_mean"} <= changed
+                assert len(run.head.weight) == 0 or any(key.startswith("head") for key in changed)
+            return made
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scripted, "kind", ".")  # and again afterwards
-        patch.setattr(Step, "make", scripted)
-        patch.setattr(Step, "_find_overflow", finding_overflow)
+        patch.setattr(loop, "Step", ScriptedStep)
         return train(options, world, network)
 
 

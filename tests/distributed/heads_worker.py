@@ -248,6 +248,12 @@ def check_all(world: World) -> None:
         check(world, name, 5, with_empty, per_class=True)
         check(world, name, 23, uneven, centers=3, ratio=0.3, keep=True, per_class=True)
         check(world, name, 12, uneven, per_class=True, is_sharded=False)
+    with pytest.MonkeyPatch.context() as patch:  # as on a GPU, which is not asked which labels are local
+        patch.setattr(
+            torch.Tensor, "is_cuda", property(lambda tensor: tensor.dtype is torch.bool), raising=False
+        )
+        for name in ("curricularface", "adaface", "magface", "softmax"):
+            check(world, name, 12, uneven, centers=1 if name == "softmax" else 2, ratio=0.5)
     for name, centers in (("arcface", 1), ("cosface", 3), ("softmax", 1)):
         check_hard_negatives(world, name, centers, uneven)
     for sizes in (uneven, with_empty, [0] * world.size):

@@ -5,6 +5,7 @@ Tests with fewer ranks use smaller worlds of the first one, two or three ranks.
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, sav
 from plsc.checkpoint.manifest import EXTRA, RANK, HeadInfo, Role
 from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
-from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin
+from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin, sharded
+from plsc.parallel.collectives import class_ranges
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from plsc.train.snapshot import collect_tensors
@@ -132,11 +134,14 @@ CASES = {
 }  # fmt: skip
 
 
-def draw_independent_of_ranks(head, every, labels, listed):
-    """Replace the sampling, which depends on the ranks: use a third of the classes and the positives."""
-    start, stop = head.class_range
-    chosen = (torch.arange(start, stop) + head.step) % 3 == 0
-    chosen[labels[(labels >= start) & (labels < stop)] - start] = True
+def draw_independent_of(world: World, *how: object) -> torch.Tensor:
+    """Replace the sampling, which depends on the ranks: draw a third of the classes and the positives.
+
+    how: arguments of `draw_classes`, of which the first ones are local positives and number of local classes.
+    """
+    start, stop = class_ranges(13, world.size)[world.rank]
+    chosen = torch.arange(start, stop) % 3 == 0
+    chosen[how[0]] = True
     return chosen.nonzero()[:, 0]
 
 
@@ -148,7 +153,9 @@ class Plain(Steady):
         self.norm = nn.Identity()
 
 
-def check_route(worlds: dict[int, World | None], dataset: Path, folder: Path, case: str) -> None:
+def check_route(
+    worlds: dict[int, World | None], dataset: Path, folder: Path, case: str, patch: pytest.MonkeyPatch
+) -> None:
     """A run on 4, 1, 3 ranks in turn has the losses and weights of an uninterrupted run on 4."""
     settings = {
         "model.sync_batch_norm": True, "train.epochs": 3,
@@ -160,6 +167,7 @@ def check_route(worlds: dict[int, World | None], dataset: Path, folder: Path, ca
 
     def start(world: World | None, name: str, **more) -> None:
         if world is not None:
+            patch.setattr(sharded, "draw_classes", functools.partial(draw_independent_of, world))
             options = options_of(dataset, folder / name)
             for path, value in settings.items():
                 options.set(path, value)
@@ -255,10 +263,8 @@ def main() -> None:
     check_same_ranks(worlds[3], dataset, folder / "same")
     for case in CASES:
         with pytest.MonkeyPatch.context() as patch:
-            if "sampled" in case:
-                patch.setattr(ShardedHead, "_select_classes", draw_independent_of_ranks)
             compute_in_float64(patch)
-            check_route(worlds, dataset, folder / case, case)
+            check_route(worlds, dataset, folder / case, case, patch)
     check_bound_data(worlds, dataset, folder / "bound")
     full.close()
 

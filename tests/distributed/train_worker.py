@@ -1,7 +1,6 @@
 """Train small networks with any optimizer on 1 and 4 ranks, some on 3: train_worker.py DATASET FOLDER
 
-FOLDER/<ranks>/<case> is the folder of each run. For `broken`, three ranks average the backbone's gradients
-instead of summing them.
+FOLDER/<ranks>/<case> is the folder of each run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 
 from plsc.models import BaseModel
 from plsc.models.base_model import Initialization
-from plsc.parallel import backbone
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from tests.distributed.worker import run_worker, smaller_world
@@ -135,16 +133,6 @@ def train_case(dataset: Path, world: World, folder: Path, case: str) -> None:
     world.barrier()
 
 
-def break_convention(patch: pytest.MonkeyPatch) -> None:
-    right = backbone._sum_bucket
-
-    def average_bucket(group, bucket):
-        ranks = group.size()
-        return right(group, bucket).then(lambda future: future.value() / ranks)
-
-    patch.setattr(backbone, "_sum_bucket", average_bucket)
-
-
 def main() -> None:
     dataset, folder = map(Path, sys.argv[1:])
     full = World.from_environment("cpu")
@@ -153,11 +141,6 @@ def main() -> None:
         for case in (OF_THREE if ranks == 3 else CASES) if world else ():
             train_case(dataset, world, folder / str(ranks), case)
         dist.barrier()
-    if worlds[3] is not None:
-        with pytest.MonkeyPatch.context() as patch:
-            break_convention(patch)
-            train_case(dataset, worlds[3], folder / "broken", "arcface")
-    dist.barrier()
     full.close()
 
 

@@ -9,23 +9,28 @@ import torch
 import torch.distributed as dist
 
 from plsc import Entry
+from plsc import entry as facade
+from plsc.config import Options
+from plsc.parallel.world import World
+from plsc.train.callbacks import UserParts
 
 RANK, RANKS, FOLDER, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+
+
+def count(options: Options, world: World, user: UserParts) -> None:
+    """Count the ranks, in place of a training run."""
+    number = torch.tensor([float(world.rank + 1)])
+    dist.all_reduce(number, group=world.backbone_group)
+    assert number.item() == RANKS * (RANKS + 1) / 2
+    assert (world.rank, world.size, world.local_rank) == (RANK, RANKS, RANK)
+    world.close()
 
 
 def meet(entry: Entry, name: str) -> None:
     entry.set_rank(RANK)
     entry.set_world_size(RANKS)
     entry.set_timeout(60)
-
-    def verb(options, world, user):
-        number = torch.tensor([float(world.rank + 1)])
-        dist.all_reduce(number, group=world.backbone_group)
-        assert number.item() == RANKS * (RANKS + 1) / 2
-        assert (world.rank, world.size, world.local_rank) == (RANK, RANKS, RANK)
-        world.close()
-
-    entry._run(verb)
+    entry.train()
     print(f"rank {RANK} met the others: {name}", flush=True)
 
 
@@ -35,6 +40,7 @@ def given_store() -> dist.Store:
 
 
 def main() -> None:
+    facade.run_training = count
     for url in (f"tcp://127.0.0.1:{PORT}", f"file://{FOLDER}/ranks"):
         entry = Entry()
         entry.set_init_method(url)

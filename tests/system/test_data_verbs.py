@@ -72,14 +72,18 @@ import signal, sys, time
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # SIGINT is ignored in background processes
 import plsc.data.writers as convert
-original = convert._samples
-def slowly(*arguments):
-    for number, sample in enumerate(original(*arguments)):
-        if number == 3:
-            Path("half way").touch()
-            time.sleep(600)
-        yield sample
-convert._samples = slowly
+open_source = convert.open_source
+def open_slowly(*arguments, **how):
+    source = open_source(*arguments, **how)
+    class Slow(type(source)):
+        def __getitem__(self, index):
+            if index == 3:
+                Path("half way").touch()
+                time.sleep(600)
+            return super().__getitem__(index)
+    source.__class__ = Slow
+    return source
+convert.open_source = open_slowly
 from plsc.cli import main
 sys.exit(main(["data", "convert", *sys.argv[1:]]))
 """

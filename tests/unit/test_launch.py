@@ -8,7 +8,7 @@ import torch
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from plsc.cli import doctor
-from plsc.cli.launch import COMMAND, _rank_logs, run_launch
+from plsc.cli.launch import COMMAND, run_launch
 from plsc.cli.parser import CommandParser
 from plsc.config import Options
 from plsc.entry import join_ranks
@@ -141,13 +141,12 @@ def test_doctor_fails_when_the_ranks_cannot_connect():
         doctor.run_doctor(options)
 
 
-def test_a_link_that_replaces_a_log_is_not_written_through(tmp_path):
-    logs = {}
-    (tmp_path / "logs").mkdir()
+def test_a_link_that_replaces_a_log_is_not_written_through(launched, tmp_path):
+    log = tmp_path / "logs/rank0.log"
     (tmp_path / "outside").touch()
-    destination = _rank_logs(str(tmp_path / "logs"), str(tmp_path), logs).reify({0: {"RANK": "0"}})
-    logs[0].rename(tmp_path / "moved") if logs[0].exists() else None
-    logs[0].symlink_to(tmp_path / "outside")
+    destination = launched(f"--log-dir {log.parent}")["logs_specs"].reify({0: {"RANK": "0"}})
+    log.rename(tmp_path / "moved")
+    log.symlink_to(tmp_path / "outside")
     Path(destination.stdouts[0]).write_text("of the rank\n")  # as torch opens it
     assert not (tmp_path / "outside").read_text()
     assert (tmp_path / "moved").read_text() == "of the rank\n"

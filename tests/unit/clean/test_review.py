@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from plsc.clean.changes import read_changes, write_changes
-from plsc.clean.faults import Found, Pixels
-from plsc.clean.review import Part, Proposals, Row, _Images, write_page
-from plsc.data.lists import read_listing
+from plsc.clean.faults import Found
+from plsc.clean.review import Part, Proposals, Row, open_images, write_page
 from plsc.data.sources import TorchDatasetSource, open_source
 
 CLASSES = ["a", "a_2", "b", "b_3", "c", "d"]
@@ -28,10 +27,9 @@ def images(tmp_path_factory):
     for name in CLASSES:
         (root / name).mkdir()
         for number in range(3):
-            (root / name / f"{number}.jpg").touch()
-    source, listing = read_listing(root)
-    pixels = Pixels(np.zeros((ROWS, 32, 32), np.uint8), np.arange(ROWS, dtype=np.uint64))
-    return _Images(str(root), source, listing, np.arange(ROWS), LABELS, [], pixels)
+            Image.effect_noise((8, 8), 50).save(root / name / f"{number}.jpg")
+    paths = sorted(map(str, root.rglob("*.jpg")))
+    return open_images(root, [{"names": np.array(paths), "labels": LABELS, "embeddings": np.eye(ROWS)}])
 
 
 def found(*subjects, width=1):

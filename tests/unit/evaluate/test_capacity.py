@@ -8,7 +8,7 @@ from plsc.errors import DataError, OptionError
 from plsc.evaluate.capacity import (
     Capacity,
     Prediction,
-    _fpir,
+    Row,
     evaluate_capacity,
     measure_capacity,
 )
@@ -66,11 +66,18 @@ def test_the_interval_covers_the_fpir_of_a_drawn_gallery_and_the_estimate_is_nea
 
 def test_fpir_is_that_of_gamma_distributed_probes():
     rng = np.random.default_rng(0)
+
+    def estimate(far, spread, identities):
+        rows = Row(0.5, far, spread, 1.0, None), Row(0.9, 0.0, 0.0, 1.0, None)
+        return Capacity(10**6, 10**6, rows).fpir(0.5, identities).estimate
+
     for far, spread, identities in [(1e-3, 2.0, 100), (1e-4, 8.0, 5000), (1e-3, 0.1, 1000)]:
         q = rng.gamma(1 / spread, far * spread, 200_000)
-        assert _fpir(far, spread, identities) == pytest.approx(1 - np.mean((1 - q) ** identities), rel=0.02)
-    assert _fpir(1e-3, 0, 1000) == pytest.approx(1 - np.exp(-1))
-    assert _fpir(1e-3, 1e-12, 1000) == pytest.approx(1 - np.exp(-1))
+        assert estimate(far, spread, identities) == pytest.approx(
+            1 - np.mean((1 - q) ** identities), rel=0.02
+        )
+    for spread in (0, 1e-12):
+        assert estimate(1e-3, spread, 1000) == pytest.approx(1 - np.exp(-1))
 
 
 def test_far_and_spread_are_those_of_all_pairs_with_equal_weight_per_class():

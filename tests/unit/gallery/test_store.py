@@ -102,13 +102,18 @@ def test_a_full_store_refuses_only_what_exceeds_it(store, monkeypatch):
     assert len(store) == 2
 
 
-def test_a_full_disk_is_no_fault_of_the_request_and_loses_nothing(store):
+def test_a_full_disk_is_no_fault_of_the_request_and_loses_nothing(tmp_path, monkeypatch):
+    connect, opened = sqlite3.connect, []
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *words, **how: opened.append(connect(*words, **how)) or opened[0]
+    )
+    store = Store(tmp_path / "full.sqlite", "m1", SIZE)
     store.write(news(1))
-    store._database.execute("PRAGMA max_page_count = 1")
+    opened[0].execute("PRAGMA max_page_count = 1")
     with pytest.raises(StoreError, match="disk is full"):
         store.write(news(100))
     assert len(store) == len(store.entries(0, 9)) == 1
-    store._database.execute("PRAGMA max_page_count = 1000000")
+    opened[0].execute("PRAGMA max_page_count = 1000000")
     store.write(news(1))
     assert len(store) == len(store.entries(0, 9)) == 2
 

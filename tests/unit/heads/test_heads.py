@@ -2,7 +2,6 @@
 
 import copy
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from plsc.heads import (
     build_head,
     build_margin,
     margins_of_counts,
-    sharded,
 )
 from plsc.heads.kernels import choose_backend
 from plsc.heads.margins import ArcFace
@@ -151,37 +149,6 @@ def test_extreme_norms_equal_the_reference(loss_type, kernels):
         losses.append(loss.item())
         assert not gradients(loss, head, embeddings)[1][7].any()
     assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("is_sampled", [False, True])
-@pytest.mark.parametrize("name", ["curricularface", "adaface", "magface", "softmax"])
-def test_target_logits_without_gpu_synchronisation_are_the_same(name, is_sampled, monkeypatch):
-    labels = torch.tensor([0, 6, 4, 5, 8, 11, 5, 2])  # half of them are on other ranks
-    x = torch.randn(len(labels), 6, dtype=torch.float64)
-    unit = x if name == "softmax" else torch.nn.functional.normalize(x)
-    monkeypatch.setattr(sharded, "sum_over_ranks", lambda tensor, group: tensor)
-
-    def find():
-        group = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
-        centers = 1 if name == "softmax" else 2
-        head = build_head(f"dist_{name}", 12, 6, centers=centers, group=group, row_dtype="float64")
-        assert filled(head).class_range == (4, 8)
-        classes = torch.tensor([0, 1, 2]) if is_sampled else None  # all local classes of the batch
-        rows = head.all_rows()
-        with torch.no_grad():
-            found = head._find_target(unit, x.norm(dim=1), labels, rows, classes)
-        added = torch.zeros_like(x)
-        added.index_add_(0, found.samples, found.slope[found.samples, None] * found.w)
-        parts = [*vars(found.queries).values(), found.row, found.logit, found.slope, found.radial]
-        return found.samples, [added, *head.margin.buffers(), *parts]
-
-    here, expected = find()
-    monkeypatch.setattr(sharded, "_local_samples", lambda is_local: torch.arange(len(is_local)))
-    every, found = find()
-    assert len(here) == 4
-    assert len(every) == len(labels)
-    for mine, theirs in zip(found, expected, strict=True):
-        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -80,8 +80,9 @@ def test_a_failed_kernel_launch_is_reported_as_the_reason(monkeypatch) -> None:
             raise RuntimeError("Failed to find C compiler.\nSet CC")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_backend, "_kernels", Kernels)
-    monkeypatch.setattr(triton_backend, "_on", lambda device: contextlib.nullcontext())
+    monkeypatch.setitem(sys.modules, "plsc.heads.kernels.triton_kernels", Kernels())
+    monkeypatch.delattr("plsc.heads.kernels.triton_kernels", raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size))
     reason = triton_backend.unavailable(torch.device("cuda", 9))
