@@ -1,4 +1,7 @@
-"""Two steps of a small run with any options, and what two of them may change together, on any ranks."""
+"""Two steps of a small run with any options, and what two of them may change together, on any ranks.
+
+Run as a script on two ranks, it checks the pairs of `CHANGES_OF_RANKS`, and exits with 1 if results differ.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
 from plsc.train.run import build_run
 from plsc.train.step import Step
+from tests.distributed.worker import run_worker
 from tests.overflowing import scale_in_any_mode
 
 SHAPE = (3, 16, 16)
@@ -144,3 +148,17 @@ def check_pair(one: str, other: str, world: World | None = None) -> None:
     assert first == pytest.approx(expected[0], rel=tolerance), (one, other)
     assert second == pytest.approx(expected[1], rel=3 * tolerance), (one, other)
     assert expected[1] != expected[0]
+
+
+def main() -> None:
+    """Check each pair with an option that means something on several ranks alone."""
+    world = World.from_environment("cpu")
+    assert world.size == 2
+    for one, other in pairs(CHANGES | CHANGES_OF_RANKS):
+        if {one, other} & set(CHANGES_OF_RANKS):
+            check_pair(one, other, world)
+    world.close()
+
+
+if __name__ == "__main__":
+    run_worker(main)

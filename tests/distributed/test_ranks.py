@@ -1,4 +1,4 @@
-"""What one launch of a worker shows: heads, traffic, resuming, words, pairs of options, callbacks."""
+"""What one launch of a worker shows: heads, traffic, resuming, words, pairs of options, bad input."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from plsc.checkpoint import read_manifest
 from plsc.checkpoint.remote import verify
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_ranks, run_torchrun
 from tests.distributed.test_elastic import free_port
 from tests.images import write_dataset, write_pair_file
+from tests.overflowing import logged
 
 HERE = Path(__file__).parent
 
@@ -40,7 +42,7 @@ def test_resuming_is_exact_on_equal_ranks_and_up_to_rounding_on_others(tmp_path)
 
 @pytest.mark.slow
 def test_options_for_several_ranks_work_with_any_other_option():
-    launch("option_pairs", 2)
+    run_ranks(HERE.parent / "option_pairs.py", 2)
 
 
 @pytest.mark.slow
@@ -142,3 +144,47 @@ def test_only_rank_0_writes_and_the_gradient_norm_is_that_of_all_ranks(tmp_path)
 @pytest.mark.slow
 def test_sparse_gradients_of_words_give_the_weights_of_a_plain_loop_and_resume_to_the_same_bits(tmp_path):
     launch("words", 3, tmp_path)
+
+
+@pytest.mark.slow
+def test_bad_samples_of_all_ranks_are_listed_once_and_the_steps_stay_equal(tmp_path):
+    damaged, save_dir = write_dataset(tmp_path / "set", classes=13, per_class=7), tmp_path / "run"
+    (damaged / "images/4_2.png").unlink()
+    (damaged / "images/9_1.png").write_bytes(b"no image")
+    done = run_ranks(
+        HERE / "job.py", 2, str(damaged), str(save_dir), "set_train_epochs=2", "set_bad_images='skip'"
+    )
+    assert done.stderr.count("skipped: images/4_2.png") in (1, 2)  # once per rank that reads it
+    lines = sorted((save_dir / "bad_samples.txt").read_text().splitlines())
+    assert [line.split(":")[0] for line in lines] == [
+        "missing\timages/4_2.png (label.txt",
+        "undecodable\timages/9_1.png (label.txt",
+    ]
+    assert "bad_samples.txt" in done.stdout
+    found = logged(save_dir, "bad_samples", "skipped_images", "step")
+    assert found["bad_samples"][-1] == 2
+    assert sum(found["skipped_images"]) >= 4
+    assert read_manifest(save_dir / "1").step == found["step"][-1]
+
+
+@pytest.mark.slow
+def test_every_rank_raises_the_same_clear_error(faces, tmp_path):
+    done = launch("bad_input", 2, faces, tmp_path, timeout=400)
+    reports = [json.loads(line.split("CASE ", 1)[1]) for line in done.stdout.splitlines() if "CASE " in line]
+    assert len(reports) == 2 * len({report["case"] for report in reports}) > 12
+    for report in reports:
+        assert report["raised"] in (
+            "OptionError", "DataError", "CheckpointError", "TrainingError", "DistributedError"
+        ), report  # fmt: skip
+        assert report["expected"] in report["text"], report
+        assert "\n" not in report["text"], report
+    assert not Path("/tmp/owned").exists()
+
+
+@pytest.mark.slow
+def test_a_wrong_setting_ends_a_script_with_an_exception_that_is_the_root_cause(faces, tmp_path):
+    words = (str(faces), str(tmp_path / "run"), "set_loss_type='softmax'", "set_margin=0.3")
+    done = run_torchrun(HERE / "job.py", 2, *words, check=False, timeout=90)
+    script, _, summary = done.stderr.partition("Root Cause")
+    assert "plsc.errors.OptionError: " in script
+    assert all("softmax has no option margin" in text for text in (script, summary)), done.stderr

@@ -67,14 +67,6 @@ class Branches(Normalised):
         return output if is_train and self.steps % 2 else output + self.odd(output)
 
 
-def centred(groups, lr):
-    return torch.optim.RMSprop(groups, lr, momentum=0.9, centered=True)
-
-
-def rising(step):
-    return (step + 1) / STEPS
-
-
 OF_THREE = "arcface", "more classes than images"  # the others: on one rank and on four
 # Margins, sampling, row optimizers and micro-batches on any number of ranks: resume_worker.py.
 CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
@@ -103,10 +95,6 @@ CASES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
         Normalised, {"optim__optimizer": "nadam", "optim__freeze": ("*",)},
     ),
     "branches": (Branches, {}),
-    "a factory": (Normalised, {
-        "optim__optimizer": f"{__name__}:centred", "optim__optimizer_arguments": {"lr": 0.001},
-        "optim__schedule": f"{__name__}:rising",
-    }),
 }  # fmt: skip
 
 
@@ -120,7 +108,7 @@ def train_case(dataset: Path, world: World, folder: Path, case: str) -> None:
            "data__last_batch": "keep", **({} if "softmax" in case else {"head__scale": 16.0}), **settings},
     )  # fmt: skip
     rules = (Initialization("conv", "kaiming_normal", {}),) if "adamw" in case else ()
-    user = UserParts(optimizer=centred, schedule=rising, initializations=rules)
+    user = UserParts(initializations=rules)
 
     def network() -> BaseModel:
         torch.manual_seed(world.rank)  # all ranks get the network of rank 0

@@ -113,32 +113,6 @@ def test_reordering_the_classes_does_not_change_a_run(trained, tmp_path, capsys)
     assert [entry["what"] for entry in lineage] == ["reorder"]
 
 
-def test_training_continues_after_dropping_and_merging_classes(trained, tmp_path):
-    _, six, checkpoint = trained
-    (tmp_path / "ids.txt").write_text("4\n1\n")
-    (tmp_path / "map.txt").write_text("5 0\n2 0\n")
-    for what in (("--drop", tmp_path / "ids.txt"), ("--merge", tmp_path / "map.txt")):
-        new = tmp_path / what[0].strip("-")
-        change(checkpoint, new, *what)
-        after = relabelled(six, tmp_path / f"set-{new.name}", class_map(new))
-        losses, last = train(after, tmp_path / f"saved-{new.name}", EPOCHS + 2, new)
-        assert losses[-1] < losses[0]
-        assert read_manifest(last).class_num == 4
-
-
-def test_new_classes_are_trained_beside_the_old_ones(trained, tmp_path):
-    every, six, checkpoint = trained
-    undisturbed, _ = train(six, tmp_path / "a", EPOCHS + 1, checkpoint)
-    change(checkpoint, tmp_path / "random", "--grow", 2)
-    old_only, _ = train(six, tmp_path / "b", EPOCHS + 1, tmp_path / "random")
-    # More classes only add to the denominator, but the learnt weights are kept.
-    assert undisturbed[0] < old_only[0] < undisturbed[0] + 1
-
-    both, last = train(every, tmp_path / "c", 3 * EPOCHS, tmp_path / "random")
-    assert both[-1] < both[1]  # the first step turns new class weights far: their norm is small
-    assert read_manifest(last).lineage[0]["what"] == "grow"
-
-
 def test_grown_classes_are_trained_by_a_schedule_of_their_own(trained, tmp_path, capsys):
     every, _, checkpoint = trained
     change(checkpoint, tmp_path / "grown", "--grow", 2)

@@ -1,5 +1,5 @@
 """Python blocks of README.md and docs/ run, flags of `plsc` in shell blocks exist, links lead somewhere;
-the site has every page.
+each recipe starts on ten images.
 
 The blocks of a page run in order, in one namespace, in a folder with a dataset `faces` and its checkpoint
 `saved_model/7`; the default network and images are small. A block after `<!-- not run: reason -->` is left
@@ -18,8 +18,10 @@ import torch
 from mdit_py_plugins.anchors.index import slugify
 from torch import nn
 
-from plsc.cli import COMMANDS
+from plsc.cli import COMMANDS, main
 from plsc.cli.parser import CommandParser, find_command
+from plsc.data.writers import convert
+from plsc.models import resnet
 from tests.images import write_dataset, write_pair_file
 from tests.system.small_entry import entry, shrink_defaults
 
@@ -107,3 +109,39 @@ def test_links_to_files_and_headings_exist(page):
             target = page.parent / path if path else page
             assert target.exists(), link
             assert not anchor or target.suffix != ".md" or anchor in anchors(target), link
+
+
+RECIPES = [
+    shlex.split(block.replace("\\\n", ""))
+    for block in re.findall(r"```sh\n(plsc launch .*?)```", (ROOT / "docs/recipes.md").read_text(), re.S)
+]
+
+
+@pytest.fixture(scope="module")
+def ten_images(tmp_path_factory):
+    root = tmp_path_factory.mktemp("recipes")
+    images = write_dataset(root / "images", classes=5, per_class=2)
+    folder = root / "dataset"
+    folder.mkdir()
+    convert(str(images), str(folder / "train.rec"))
+    for name in ("lfw", "cfp_fp", "agedb_30"):
+        write_pair_file(folder / f"{name}.bin", images, pairs=10)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", RECIPES, ids=[words[words.index("--checkpoint.save_dir") + 1] for words in RECIPES]
+)
+def test_a_recipe_starts(words, ten_images, tmp_path, monkeypatch, capsys):
+    for depth in (50, 100):
+        monkeypatch.setitem(resnet.IRESNET_BLOCKS, depth, (1, 1, 1, 1))
+    flags = words[words.index("train") :]
+    if any(word.startswith("timm/") for word in flags):
+        pytest.importorskip("timm")
+    small = ["--data.dataset_dir", str(ten_images), "--checkpoint.save_dir", str(tmp_path)]
+    small += ["--train.fast_dev_run", "1"]
+    small += ["--train.batch_size", "2", "--train.micro_batches", "1", "--train.test_batch_size", "20"]
+    small += ["--model.image_shape", "[3,32,32]", "--optim.lr", "0.001"]
+    assert main([*flags, *small]) == 0
+    assert "loss" in capsys.readouterr().out

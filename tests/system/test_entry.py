@@ -19,7 +19,6 @@ from plsc.evaluate import plots
 from plsc.models.base_model import BaseModel
 from plsc.utils import jpeg_reader
 from tests.images import write_dataset, write_pair_file
-from tests.resuming import different
 from tests.system import small_entry
 from tests.undrawn import drawing
 
@@ -82,15 +81,6 @@ def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, m
     predicting = [label for _, label, is_train in network.calls if not is_train]
     assert predicting
     assert not any(predicting)
-
-
-def test_the_same_run_twice_gives_the_same_bits(dataset, tmp_path):
-    for name in ("a", "b"):
-        ins = entry(dataset, tmp_path / name, None, set_train_epochs=1)
-        ins.train()
-    # Threads of other tests' libraries may draw from the global generators of this process.
-    differ = different(tmp_path / "a/0", tmp_path / "b/0")
-    assert not [key for _, key in differ if not key.endswith(".random")]
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from plsc.export import open_model
 from plsc.gallery import write_gallery
 from plsc.gallery.store import New, Store
 from tests.images import NAMES, UNSAFE_NAMES, photo
+from tests.postgres_server import PASSWORD
 from tests.serving import ROOT, Running, export_model, serving
 
 pytest.importorskip("fastapi", reason="plsc-torch[serve] is not installed")
@@ -244,13 +245,6 @@ def test_a_hostile_body_gets_a_4xx_with_a_reason(path, body, headers, reason, se
     assert 400 <= status < 500
     assert answer["detail"]
     assert reason in str(answer["detail"])
-
-
-def test_a_photo_is_turned_upright_by_the_server(server, images):
-    upright = Image.open(io.BytesIO(images[0])).resize((300, 300), Image.Resampling.NEAREST)
-    expected = server.client().encode(photo(upright, 1, "PNG"))
-    for orientation in range(2, 9):
-        assert server.client().encode(photo(upright, orientation, "PNG")) @ expected > 0.9999, orientation
 
 
 @pytest.mark.parametrize(
@@ -575,3 +569,44 @@ def test_a_gallery_store_or_option_that_does_not_fit_is_one_message(folder, tmp_
             assert main(["serve", *map(str, [model, "--store", tmp_path / "s.sqlite", *flags])]) == 1
             [line] = capsys.readouterr().err.strip().splitlines()
             assert noun in line
+
+
+def enrolled(client, image):
+    return [one for one in client.search(image, k=20)["results"] if one["source"] == "enrolled"]
+
+
+def test_two_servers_share_entries_and_outlive_a_crash_of_the_database(
+    folder, images, database, postgres, tmp_path
+):
+    with contextlib.ExitStack() as stack, (tmp_path / "log").open("w+") as log:
+        pair = [stack.enter_context(serving(folder / "model", database, stderr=log)) for _ in range(2)]
+        first, second = (one.client() for one in pair)
+        number = first.enrol("Ada", images[0])
+        [found] = enrolled(second, images[0])
+        assert (found["id"], found["name"]) == (number, "Ada")
+        assert found["similarity"] == pytest.approx(1, abs=1e-5)
+        last = second.enrol("Grace", images[1])
+        postgres.kill()
+        try:
+            pool = stack.enter_context(ThreadPoolExecutor())
+            lost = [
+                pool.submit(call, images[1])
+                for client in (first, second)
+                for call in (client.search, lambda image, client=client: client.enrol("lost", image))
+            ]
+            assert all("503" in str(one.exception()) for one in lost)
+            assert {type(one.exception()) for one in lost} == {DataError}
+            assert first.encode(images[1]).shape == (8,)  # needs no database
+        finally:
+            postgres.start()
+        again = second.enrol("Joan", images[1])
+        names = {one["id"]: one["name"] for one in enrolled(first, images[1])}
+        assert names == {number: "Ada", last: "Grace", again: "Joan"}
+        second.delete(number)
+        assert {one["id"] for one in enrolled(first, images[0])} == {last, again}
+        for one in pair:
+            one.process.terminate()
+            one.process.wait(60)
+        printed = "".join([one.process.stdout.read() for one in pair])
+        log.seek(0)
+        assert PASSWORD not in printed + log.read()

@@ -1,13 +1,17 @@
-"""A run whose class weights are in files: resume, kills, other numbers of ranks, and what is refused."""
+"""Runs with 8-bit class weights, in memory and in files: resume, kills, other ranks, and what is refused."""
 
 from __future__ import annotations
 
 import random
 import shutil
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from plsc.checkpoint import list_checkpoints, load_weights, read_manifest
+from plsc.checkpoint.classes import change_classes
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.train.callbacks import Callback
@@ -19,7 +23,8 @@ from tests.system.small_entry import entry
 
 pytestmark = pytest.mark.slow
 
-CODED = {"set_row_dtype": "int8", "set_head_optimizer": "adagrad", "set_sample_ratio": 0.3}
+INT8 = {"set_row_dtype": "int8", "set_head_optimizer": "adagrad"}
+CODED = {**INT8, "set_sample_ratio": 0.3}
 CLASSES = 150
 
 
@@ -162,3 +167,39 @@ def test_a_link_in_the_folder_changes_nothing_outside_but_the_folder_may_be_one(
     with pytest.raises(DataError, match="link"):
         run.train()
     assert not list((tmp_path / "outside").iterdir())
+
+
+def class_weights(checkpoint):
+    return load_weights(checkpoint, "class_weights")["weight"]
+
+
+def test_a_run_with_8_bit_class_weights_does_all_that_others_do(tmp_path):
+    dataset = write_dataset(tmp_path / "data", classes=7, per_class=6)
+    larger = write_dataset(tmp_path / "larger", classes=9, per_class=6)
+    first = entry(dataset, tmp_path / "first", **INT8).train().checkpoint
+
+    trained = class_weights(first)
+    assert (trained.shape, trained.dtype) == ((7, 8), torch.float32)
+    assert trained.isfinite().all()
+    assert trained.norm(dim=1).min() > 0
+
+    change_classes(first, tmp_path / "grown", grow=2)
+    change_classes(tmp_path / "grown", tmp_path / "merged", merge=np.array([[8, 0]]))
+    grown = class_weights(tmp_path / "grown")
+    assert torch.equal(grown[:7], trained)
+    unit = torch.nn.functional.normalize(grown)
+    mean = torch.nn.functional.normalize(unit[0] + unit[8], dim=0)
+    merged = torch.nn.functional.normalize(class_weights(tmp_path / "merged")[0], dim=0)
+    torch.testing.assert_close(merged, mean, atol=0.02, rtol=0)
+    entry(larger, tmp_path / "on", set_checkpoint_dir=str(tmp_path / "grown"), set_train_epochs=2).train()
+
+    for name, settings in (("floats", {}), ("codes", INT8)):
+        start = entry(dataset, tmp_path / name, set_pretrained=str(first), **settings, set_lr=1e-12)
+        started = class_weights(start.train().checkpoint)
+        torch.testing.assert_close(started, trained, atol=float(trained.abs().max()) / 60, rtol=0)
+
+    ins = entry(dataset, tmp_path / "export")
+    ins.set_checkpoint_dir(str(first))
+    folder = ins.convert_for_prediction(str(tmp_path / "model"), classes=True, graph="none")
+    exported = load_file(folder / "classes.safetensors")["weight"]
+    np.testing.assert_allclose(exported, torch.nn.functional.normalize(trained).numpy(), atol=1e-6)

@@ -300,15 +300,6 @@ def test_the_card_shows_data_results_and_capacity_as_recorded(trained, exported)
     assert str(trained[0].parent) not in text
 
 
-def test_the_card_names_pair_files_without_their_folders(trained, flat, tmp_path):
-    (tmp_path / "my faces").mkdir()
-    pairs = shutil.copy(trained[0] / "lfw.bin", tmp_path / "my faces")
-    folder = of_flat(trained, flat, set_val_targets=pairs).convert_for_prediction(tmp_path / "model")
-    text = (folder / "README.md").read_text()
-    assert "lfw.bin" in text
-    assert "my faces" not in text
-
-
 def test_the_files_say_how_to_use_them(exported):
     model, config = plsc.export.open_model(exported), json.loads((exported / "config.json").read_text())
     expected = {

@@ -63,6 +63,8 @@ def test_a_transform_of_the_user_s_runs_in_processes_and_changes_the_images(data
     made = feed(dataset, transform=blur, data__flip=False)
     assert made.loader.kind == "processes"
     plain = feed(dataset, data__flip=False)
+    assert all(batch.mirrored is None for batch in plain.loader.epoch(0))
+    assert any(batch.mirrored.any() for batch in feed(dataset).loader.epoch(0))
     for ours, theirs in zip(made.loader.epoch(0), plain.loader.epoch(0), strict=True):
         assert torch.equal(ours.images, theirs.images // 2)
 
