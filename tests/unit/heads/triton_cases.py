@@ -41,20 +41,20 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 TILE = 16
 
-SHAPES = [
-    Shape(classes=34),
-    Shape(classes=5, batch=12),  # repeated labels
-    Shape(classes=48, row_dtype=BF16, dimension=64, is_sampled=True),
-    Shape(has_hard=True, is_sampled=True),
-    Shape(classes=34, has_extremes=True, row_dtype=BF16, products=BF16),
-    Shape(classes=34, cosine=False, dimension=5),
-    Shape(classes=34, products=BF16, cosine=False, dimension=1),
-    Shape(classes=34, row_dtype=INT8, is_sampled=True, cosine=False),
-    Shape(row_dtype=INT8, dimension=64, has_hard=True, has_extremes=True),
-    Shape(classes=34, row_dtype=INT8, is_sampled=True, products=BF16),
-    Shape(classes=19, centers=3, has_hard=True),  # 15 of 16 columns of a tile
-    Shape(classes=24, centers=2, is_sampled=True, row_dtype=BF16),
-    Shape(classes=20, centers=3, cosine=False),
+SHAPES = [  # as small as two tiles allow: the interpreter takes milliseconds per row and sample
+    Shape(7, 18),
+    Shape(12, 5),  # repeated labels
+    Shape(7, 32, row_dtype=BF16, dimension=64, is_sampled=True),
+    Shape(7, 20, has_hard=True, is_sampled=True),
+    Shape(7, 18, has_extremes=True, row_dtype=BF16, products=BF16),
+    Shape(7, 18, cosine=False, dimension=5),
+    Shape(7, 18, products=BF16, cosine=False, dimension=1),
+    Shape(7, 18, row_dtype=INT8, is_sampled=True, cosine=False),
+    Shape(7, 20, row_dtype=INT8, dimension=64, has_hard=True, has_extremes=True),
+    Shape(7, 18, row_dtype=INT8, is_sampled=True, products=BF16),
+    Shape(7, 7, centers=3, has_hard=True),  # 15 of 16 columns of a tile
+    Shape(7, 10, centers=2, is_sampled=True, row_dtype=BF16),
+    Shape(7, 7, centers=3, cosine=False),
 ]
 
 
@@ -137,7 +137,7 @@ def test_update_changes_only_the_selected_class_weights(
     rule: Rule, row_dtype: torch.dtype, state_dtype: torch.dtype
 ) -> None:
     is_sampled = row_dtype is not FLOAT
-    shape = Shape(18, 40, 21, row_dtype=row_dtype, is_sampled=is_sampled, cosine=not is_sampled)
+    shape = Shape(6, 20, 21, row_dtype=row_dtype, is_sampled=is_sampled, cosine=not is_sampled)
     context = there(case(shape))
     states = states_of(rule, context.rows, state_dtype)
     # Sampled class weights are rounded, so this also checks that the noise uses the global row index.
@@ -147,9 +147,9 @@ def test_update_changes_only_the_selected_class_weights(
 @pytest.mark.parametrize("rule", RULES[2:])
 def test_codes_equal_a_float64_reference_of_the_update(rule: Rule) -> None:
     # 301 columns: most scales are not aligned. Short rows get new scales, long ones keep theirs.
-    context = replace(there(case(Shape(18, 40, 301, row_dtype=INT8))), factor=30.0)
-    rows, everything = context.rows, slice(0, 40)
-    lengths = torch.logspace(-3, 0, 40, device=DEVICE)[:, None]
+    context = replace(there(case(Shape(6, 20, 301, row_dtype=INT8))), factor=30.0)
+    rows, everything = context.rows, slice(0, 20)
+    lengths = torch.logspace(-3, 0, 20, device=DEVICE)[:, None]
     rows.weight.copy_(encode_rows(decode_rows(rows.weight) * lengths))
     states = {name: state.to(DEVICE) for name, state in states_of(rule, rows, FLOAT).items()}
     codes, scale = parts_of(rows.weight.cpu())
@@ -277,11 +277,11 @@ def test_class_logits_equal_the_formula(shape: Shape) -> None:
 
 @pytest.mark.parametrize(
     "shape",
-    [Shape(18, 40, 21), Shape(18, 40, 21, is_sampled=True, cosine=False), Shape(18, 40, 21, centers=2)],
+    [Shape(8, 20, 21), Shape(8, 20, 21, is_sampled=True, cosine=False), Shape(8, 20, 21, centers=2)],
 )
 def test_micro_batches_are_summed_in_one_update(shape: Shape) -> None:
     context = case(shape)
-    other = replace(shape, batch=12, seed=4)
+    other = replace(shape, batch=5, seed=4)
     others, queries = make(other)
     rows = context.rows if others.on_host is None else context.rows.of_rows(others.on_host)
     second = some_context(other, rows, queries)
@@ -320,13 +320,13 @@ def test_the_same_call_gives_the_same_bits() -> None:
 @pytest.mark.parametrize(("kind", "row_dtype"), [("sgd", BF16), ("adagrad", INT8)])
 def test_class_weights_beyond_2_31_elements_are_indexed_correctly(kind: str, row_dtype: torch.dtype) -> None:
     # 4.3 GB of bfloat16, but the CPU allocates only pages that are used.
-    shape = Shape(classes=20, dimension=512, row_dtype=row_dtype)
+    shape = Shape(4, 6, 512, row_dtype=row_dtype)
     context = there(case(shape))
     rows, queries = context.rows, context.queries
     first = 2**31 // 512 + 40
-    far = replace(rows, weight=rows.weight.new_empty(first + 20, rows.weight.shape[1]))
+    far = replace(rows, weight=rows.weight.new_empty(first + 6, rows.weight.shape[1]))
     far.weight[first:] = rows.weight
-    selected = torch.arange(first, first + 20, device=DEVICE)
+    selected = torch.arange(first, first + 6, device=DEVICE)
     some = replace(context, rows=replace(far, selected=selected))
     rows.first_row += first
 
@@ -336,17 +336,17 @@ def test_class_weights_beyond_2_31_elements_are_indexed_correctly(kind: str, row
         queries=replace(queries, target=queries.target + first),
         target_row=context.target_row + first,
     )
-    last = gradients(behind, slice(first, first + 20))[0]
+    last = gradients(behind, slice(first, first + 6))[0]
     assert torch.equal(last, gradients(context)[0])
 
     rule, states, far_states = Rule(kind, lr=0.1, momentum=0.9), {}, {}
     if kind == "sgd":
-        states["momentum_buffer"] = torch.ones(20, 512, dtype=BF16, device=DEVICE)
-        far_states["momentum_buffer"] = torch.empty(first + 20, 512, dtype=BF16, device=DEVICE)
+        states["momentum_buffer"] = torch.ones(6, 512, dtype=BF16, device=DEVICE)
+        far_states["momentum_buffer"] = torch.empty(first + 6, 512, dtype=BF16, device=DEVICE)
         far_states["momentum_buffer"][first:] = 1
     else:
-        states["sum_of_squares"] = torch.zeros(20, device=DEVICE)
-        far_states["sum_of_squares"] = torch.zeros(first + 20, device=DEVICE)
+        states["sum_of_squares"] = torch.zeros(6, device=DEVICE)
+        far_states["sum_of_squares"] = torch.zeros(first + 6, device=DEVICE)
     assert torch.equal(forward(some).total, forward(context).total)
     update(context, rule, states)
     update(some, rule, far_states)
