@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.remote import verify
 from tests.distributed.launch import run_ranks, run_torchrun
-from tests.distributed.test_elastic import free_port
+from tests.distributed.test_interruption import free_port
 from tests.images import write_dataset, write_pair_file
 from tests.overflowing import logged
 
