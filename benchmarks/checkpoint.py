@@ -46,8 +46,7 @@ from torch.distributed.tensor import DTensor, Shard
 from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, load_tensors, save_checkpoint
 from plsc.checkpoint.manifest import BACKBONE, CLASS_OPTIMIZER, CLASS_WEIGHTS, HeadInfo, Role
 from plsc.machine import BackgroundThread
-from plsc.parallel.collectives import class_range, class_ranges
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_range, class_ranges
 
 Action = Callable[[Snapshot, Path, World], float]  # returns the seconds that training was blocked
 CLASSES, QUICK_CLASSES, DIMENSION = 1_000_000, 8_000, 256

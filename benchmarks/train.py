@@ -43,8 +43,8 @@ from plsc.config import Options
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.heads.weights import initial_rows
 from plsc.models import build_model
-from plsc.models.layers import use_torch_layers
 from plsc.models.precision import autocast
+from plsc.models.resnet import use_torch_layers
 from plsc.parallel.world import World
 from plsc.plan import plan
 from plsc.train.callbacks import UserParts

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from plsc.config import Options
 from plsc.config.runtime import AutoMixedPrecisionLists, RuntimeOptions, ScalingArguments
 from plsc.config.train import ParameterGroup, listed_names
-from plsc.data.augment import Transform
+from plsc.data.batch import Transform
 from plsc.errors import OptionError, PlscError, record_failure, without_our_frames
 from plsc.machine import on_terminal
 from plsc.models import BaseModel

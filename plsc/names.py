@@ -59,7 +59,7 @@ PROTOCOLS = {
 """Of plsc/predict/protocols.py, with the arguments that each takes."""
 
 DEFAULT_NECK = "norm-dropout-linear-norm"
-"""Of plsc/models/layers.py: "option E" of ArcFace (Deng et al. 2019, section 3.1)."""
+"""Of plsc/models/resnet.py: "option E" of ArcFace (Deng et al. 2019, section 3.1)."""
 
 
 _SAME_NAME = (

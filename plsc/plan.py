@@ -31,9 +31,9 @@ from plsc.heads.sampling import KEPT_BYTES, LIST_BYTES
 from plsc.heads.softmax import tile_size
 from plsc.inputs import Input, map_tensors
 from plsc.models import build_model
-from plsc.models.layers import use_torch_layers
 from plsc.models.precision import autocast
 from plsc.models.recomputation import recompute_activations
+from plsc.models.resnet import use_torch_layers
 from plsc.names import names_code
 from plsc.optim import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes

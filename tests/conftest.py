@@ -22,7 +22,7 @@ LONGEST = """
     distributed/test_launch.py unit/gallery/test_postgres.py system/test_embed_at_scale.py
     unit/train/test_acceleration.py distributed/test_equal_ranks.py system/test_demo.py
     system/test_warm_start.py system/test_partition.py system/test_protocols.py system/test_entry.py
-    system/test_classes.py system/test_native_builds.py system/test_docs.py unit/data/test_workers.py
+    system/test_classes.py system/test_native_builds.py system/test_docs.py unit/data/test_loader.py
     unit/test_export.py distributed/test_nano.py contract/test_runs.py system/test_guide.py
 """.split()  # noqa: SIM905
 

@@ -1,7 +1,7 @@
 """A pytest plugin (``-p tests.far_kernels``): the C kernels run in another process.
 
 ``FAR_KERNELS`` is the command of far_kernels.c and its library, for example in an emulator of another
-processor. Python and PyTorch run on this processor. The tests of `plsc.heads.kernels.native` need no change.
+processor. Python and PyTorch run on this processor. The tests of `plsc.heads.kernels` need no change.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from torch import Tensor
 
-from plsc.heads.kernels import native
+from plsc.heads import kernels
 
 _ADDRESS, _BYTES = 1 << 36, 1 << 28  # free in both processes
 _FIXED_NOREPLACE = 0x100000
 
 
 class FarLibrary:
-    """Has the functions of `native._library()`. tensors: those that a call may use, by their addresses."""
+    """Has the functions of `kernels._library()`. tensors: those that a call may use, by their addresses."""
 
     def __init__(self, command: list[str]) -> None:
         file = os.memfd_create("tensors")
@@ -80,7 +80,7 @@ class FarLibrary:
 def pytest_configure() -> None:
     words = shlex.split(os.environ["FAR_KERNELS"])
     far = FarLibrary(words)
-    check, call = native._checked, native._call
+    check, call = kernels._checked, kernels._call
 
     def checked(name: str, tensor: Tensor | None, *expected: Any) -> int | None:
         address = check(name, tensor, *expected)
@@ -92,5 +92,5 @@ def pytest_configure() -> None:
         far.tensors |= {x.data_ptr(): x for x in arguments if isinstance(x, Tensor) and x.numel()}
         call(function, *arguments)
 
-    native._LIBRARY, native._library = Path(words[-1]), lambda: far
-    native._checked, native._call = checked, called
+    kernels._LIBRARY, kernels._library = Path(words[-1]), lambda: far
+    kernels._checked, kernels._call = checked, called

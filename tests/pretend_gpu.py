@@ -356,8 +356,7 @@ def install(gpu: PretendGPU) -> None:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    from plsc.parallel.collectives import ALL_GATHER, REDUCE_SCATTER
-    from plsc.parallel.world import World
+    from plsc.parallel.world import ALL_GATHER, REDUCE_SCATTER, World
 
     torch._C._ensureCUDADeviceGuardSet()
     ctypes.CDLL(None).pretend_devices(8)

@@ -1,7 +1,7 @@
 """Reference implementation of every loss on the full logit matrix, for tests in fp64.
 
 It has no sharding, no manual gradients, and only one measure for numerical stability: the slope of acos is
-infinite at +-1, so the cosine of the label is clamped to +-COSINE_LIMIT (plsc/heads/geometry.py) with slope
+infinite at +-1, so the cosine of the label is clamped to +-COSINE_LIMIT (plsc/heads/margins.py) with slope
 1. Nothing else is shared with plsc/heads/margins.py.
 
 Notation: embeddings x [B, D]; class weights W [C, D], or [C, K, D] with K sub-centres per class; labels
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.heads.geometry import COSINE_LIMIT
 from plsc.heads.margins import (
+    COSINE_LIMIT,
     AdaFace,
     ArcFace,
     CombinedMargin,

@@ -22,7 +22,7 @@ from torch import Tensor
 from plsc.checkpoint.load import StoredTensor
 from plsc.checkpoint.manifest import Chunks, bytes_of
 from plsc.errors import CheckpointError, DataError
-from plsc.heads.geometry import normalised
+from plsc.heads.softmax import normalised
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, initial_rows
 from plsc.storage.blocks import streamed
 from plsc.storage.regular import without_mark

@@ -43,7 +43,7 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.checkpoint.save import check_destination, class_name_tensors, info_of, write_shards
 from plsc.errors import CheckpointError, OptionError
-from plsc.parallel.collectives import class_ranges
+from plsc.parallel.world import class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.publish import publishing_folder
 from plsc.storage.regular import read_record

@@ -37,8 +37,7 @@ from plsc.checkpoint.tensor_files import (
 )
 from plsc.errors import CheckpointError
 from plsc.models import build_model
-from plsc.models.layers import DOWNSAMPLING
-from plsc.models.resnet import BASIC_WIDTHS, IRESNET_BLOCKS
+from plsc.models.resnet import BASIC_WIDTHS, DOWNSAMPLING, IRESNET_BLOCKS
 from plsc.storage.regular import read_record
 
 INSIGHTFACE, PLSC1 = "insightface", "plsc1"

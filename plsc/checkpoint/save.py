@@ -34,9 +34,8 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, OptionError, shown
-from plsc.parallel.collectives import host_copies
 from plsc.parallel.failure import on_every_rank
-from plsc.parallel.world import World
+from plsc.parallel.world import World, host_copies
 from plsc.storage.publish import MANIFEST_NAME, hidden_name
 from plsc.storage.store import Store, publish, withdraw
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image as PillowImage
 
-from plsc.data.files import PathTable, load_or_build, name_key
+from plsc.data.files import PathTable, Shards, load_or_build, name_key
 from plsc.errors import DataError
 from plsc.storage.blocks import streamed, text_lines
 from plsc.storage.urls import base_name, shown
@@ -124,7 +124,7 @@ class Landmarks:
 
     def __init__(self, location: str, paths: PathTable) -> None:
         self.location = location
-        index = load_or_build([self.location], "landmarks-2", self._read)
+        index = load_or_build(Shards([self.location]), "landmarks-2", self._read)
         self._points, keys = index["points"], index["keys"]
         wanted = np.frombuffer(b"".join(_key(paths[one]) for one in range(len(paths))), np.int64)
         rows = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)

@@ -21,7 +21,7 @@ import threading
 import unicodedata
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ from safetensors.numpy import save
 
 from plsc.data.native import crc32, read_ranges
 from plsc.errors import DataError, naming
-from plsc.storage.blocks import Bytes, LocalBytes, fingerprint_of, open_bytes, streamed, text_lines
+from plsc.storage.blocks import (
+    Bytes,
+    Fingerprint,
+    LocalBytes,
+    fingerprint_of,
+    open_bytes,
+    streamed,
+    text_lines,
+)
 from plsc.storage.publish import replacing
 from plsc.storage.regular import check_inside, open_regular
 from plsc.storage.urls import (
@@ -54,6 +62,8 @@ _MAX_SHARDS = 1_000_000
 _MOST_OPEN = 64
 _MAX_LINE_BYTES = 8192  # of a file_list.txt
 _LONG_NAME = 1024
+_UNUSUAL = b":%\\\0\r\n\t"  # in paths that `located` examines; the others are many. URL clients drop \n, \t
+MAX_LABEL_DIGITS = 18  # such numbers fit int64
 # Hidden names, and those that Windows, macOS, Android, file system checks and network drives add to folders.
 _HIDDEN = re.compile(
     r"\..*|__macosx|icon\r|network trash folder|temporary items|lost\+found|lost\.dir|found\.\d{3}"
@@ -177,6 +187,20 @@ def ranked(names: Collection[str]) -> tuple[list[str], dict[str, int]]:
     return [*kept.values()], {name: ranks[name_key(name)] for name in names}
 
 
+def parse_label(label: bytes) -> int:
+    """Return an integer of 0 or more from its digits; DataError describes a bad label."""
+    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
+        raise DataError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
+    return int(label)
+
+
+def listed_path(path: bytes, folder: str, allowed: Sequence[str] = (), listing: str = "") -> bytes:
+    """Return a path of a list of lines, as `located`; DataError if it may not be opened."""
+    if path[:1] != b"/" and b".." not in path and path.translate(None, _UNUSUAL) == path:
+        return path
+    return os.fsencode(located(os.fsdecode(path), folder, allowed, listing))
+
+
 def folder_of(location: str, data_dir: str) -> str | None:
     """Return the folder that links of a listed file must not leave: `data_dir`; None for others and URLs."""
     folder = local_path(data_dir)
@@ -190,11 +214,18 @@ def _below(folder: str, name: str) -> str:
 class Shards:
     """Many files, of which the 64 last used are open. Thread-safe and picklable.
 
-    data_dir: folder of the list that names the files, as of `folder_of`.
+    Each is as it was at first: whoever opens one that was replaced since, whose offsets are others, gets a
+    DataError. data_dir: folder of the list that names the files, as of `folder_of`.
     """
 
-    def __init__(self, locations: Sequence[str], data_dir: str | None = None) -> None:
+    def __init__(
+        self,
+        locations: Sequence[str],
+        data_dir: str | None = None,
+        fingerprints: Sequence[Fingerprint] | None = None,
+    ) -> None:
         self.locations, self._data_dir = list(locations), data_dir
+        self.fingerprints = fingerprints or [fingerprint_of(one) for one in self.locations]
         self._open: OrderedDict[int, Bytes] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -205,7 +236,10 @@ class Shards:
             if found is None:
                 location, data_dir = self.locations[shard], self._data_dir
                 folder = None if data_dir is None else folder_of(location, data_dir)
-                found = self._open[shard] = open_bytes(location, folder)
+                found = open_bytes(location, folder)
+                if found.fingerprint != self.fingerprints[shard]:
+                    raise DataError(f"{shown(location)} changed while in use; start again")
+                self._open[shard] = found
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
                     self._open.popitem(last=False)
             else:
@@ -234,7 +268,11 @@ class Shards:
             yield from read_ranges(numbers, offsets[some], lengths[some])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"locations": self.locations, "data_dir": self._data_dir}
+        return {
+            "locations": self.locations,
+            "data_dir": self._data_dir,
+            "fingerprints": self.fingerprints,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -288,10 +326,8 @@ class MappedArray(np.ndarray):
         return (_map_again, self.where) if self.where is not None else super().__reduce__()
 
 
-def load_or_build(
-    files: Sequence[str | Path], kind: str, build: Callable[[], Arrays]
-) -> dict[str, np.ndarray]:
-    """Return the index of `files`: from its index file if that is valid and current, else from ``build()``.
+def load_or_build(shards: Shards, kind: str, build: Callable[[], Arrays]) -> dict[str, np.ndarray]:
+    """Return the index of files: from its index file if that is valid and current, else from ``build()``.
 
     The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
     are remote or their folder is not writable. Whom a data file's mode keeps out cannot read it. It is
@@ -300,7 +336,7 @@ def load_or_build(
     file has no version in its store, the arrays stay in memory.
 
     Args:
-        files: local paths or fsspec URLs, in order.
+        shards: the files: local paths or fsspec URLs, in order.
         kind: content and version of the index, such as ``base64-1``; after a blank, any text with all options
             that it depends on. The header has the text, the name of the file a hash of it.
         build: returns named arrays, C-contiguous, of uint8, or of 32- or 64-bit integers or floats.
@@ -308,16 +344,15 @@ def load_or_build(
     Raises:
         DataError: a data file is missing, or changed while being read.
     """
+    files, fingerprints = shards.locations, shards.fingerprints
     names = _names(files)
-    fingerprints = [fingerprint_of(file) for file in files]
     versions = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
     identity = {"kind": kind, "files": json.dumps(versions)}
     is_versioned = all(fingerprint.version for fingerprint in fingerprints)
     places = _places(files, kind) if is_versioned else []
     there = [Path(file).stat() for file in files if not is_url(file)]
-    owners = {0, os.geteuid(), *(status.st_uid for status in there[:1])}
     for place in places:
-        if (found := _load(place, identity, owners)) is not None:
+        if (found := _load(place, identity)) is not None:
             return found
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
     if [fingerprint_of(file) for file in files] != fingerprints:
@@ -329,7 +364,7 @@ def load_or_build(
             with replacing(place) as temporary:
                 temporary.touch(mode | 0o200)
                 temporary.write_bytes(save(arrays, {**identity, "crc32": _crc(arrays)}))
-            if (found := _load(place, identity, owners)) is not None:
+            if (found := _load(place, identity)) is not None:
                 return found
     return arrays
 
@@ -362,11 +397,12 @@ def _digest(names: Iterable[str], length: int) -> str:
     return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:length]
 
 
-def _load(path: Path, identity: dict[str, str], owners: Container[int]) -> dict[str, np.ndarray] | None:
+def _load(path: Path, identity: dict[str, str]) -> dict[str, np.ndarray] | None:
     """Return the arrays of an index file, or None if it is missing, outdated, damaged or of another user."""
     try:
         about, arrays, owner = _map(path)
-        is_current = owner in owners and about == {**identity, "crc32": _crc(arrays)}
+        # Nor that of the data's owner: the paths in an index have been checked, by whoever wrote it.
+        is_current = owner in (0, os.geteuid()) and about == {**identity, "crc32": _crc(arrays)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arrays if is_current else None

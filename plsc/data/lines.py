@@ -23,10 +23,10 @@ import numpy as np
 import pybase64
 
 from plsc.data import native
+from plsc.data.files import MAX_LABEL_DIGITS, parse_label
 from plsc.errors import DataError
 from plsc.storage.regular import without_mark
 
-MAX_LABEL_DIGITS = 18  # such numbers fit int64
 MAX_LINE_BYTES = 64 * 2**20 * 4 // 3 + MAX_LABEL_DIGITS + 4  # base64 of the largest image, tab, label
 
 _FIRST = 16  # lines by which the format of a file is recognised
@@ -194,13 +194,6 @@ def parse_line(line: bytes) -> tuple[int, int] | None:
     if not data or b"\t" in data or b"\r" in data:
         raise DataError("expected '<base64>TAB<label>' in one line, as of base64 -w0")
     return len(data), parse_label(label)
-
-
-def parse_label(label: bytes) -> int:
-    """Return an integer of 0 or more from its digits; DataError describes a bad label."""
-    if not label.isdigit() or len(label) > MAX_LABEL_DIGITS:
-        raise DataError(f"a label must be an integer of 0 or more, of at most {MAX_LABEL_DIGITS} digits")
-    return int(label)
 
 
 def anonymous(size: int) -> np.ndarray:

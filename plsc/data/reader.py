@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from plsc.data.augment import IsolatedRandom
-from plsc.data.batch import Batch
+from plsc.data.batch import Batch, IsolatedRandom
 from plsc.data.decode import ImageShape, decode_image
+from plsc.data.loader import run_in_process
 from plsc.data.order import count_steps, is_limited, limited
 from plsc.data.sources.base import whole_number
-from plsc.data.workers import run_in_process
 from plsc.errors import DataError, OptionError, naming
 from plsc.inputs import NO_IMAGE, Input, as_input, first_tensor, stack_inputs
 from plsc.seeds import hash_key

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.data.loader import BatchReader, Recipe
+from plsc.data.loader import BatchReader, Recipe, in_order
 from plsc.data.sources.base import Source
-from plsc.data.workers import in_order
 from plsc.errors import DataError
 from plsc.evaluate.identification import check_finite
 from plsc.evaluate.report import Result
 from plsc.heads import Head
-from plsc.heads.softmax import REPORTED, count_hits
+from plsc.heads.base import REPORTED, count_hits
 from plsc.machine import Counter
 from plsc.models.base_model import evaluating
-from plsc.parallel.collectives import Arriving, class_range, sum_over_ranks
 from plsc.parallel.failure import on_every_rank, own_result
-from plsc.parallel.world import World
+from plsc.parallel.world import Arriving, World, class_range, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def embed_images(
         name: what error messages call the images, as in ``image 17 of <name>``, counted from 0, unless they
             are `ImagesOf` a source, which names them.
         num_threads: threads that read and decode images in the background; 0: none.
-        gather: False: each rank embeds an equal part (`plsc.parallel.collectives.class_range`), and returns
+        gather: False: each rank embeds an equal part (`plsc.parallel.world.class_range`), and returns
             only its embeddings.
 
     Raises:

@@ -32,8 +32,7 @@ from torch import Tensor
 from plsc.errors import DataError
 from plsc.evaluate.report import Result, Table
 from plsc.machine import Counter
-from plsc.parallel.collectives import class_ranges, gather_rows
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_ranges, gather_rows
 
 RANKS = (1, 5, 10)
 FPIRS = (1e-1, 1e-2, 1e-3)  # reported if there are enough non-mated searches

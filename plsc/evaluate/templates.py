@@ -28,9 +28,8 @@ import torch
 from pyarrow import csv as arrow
 from torch import Tensor
 
-from plsc.data.files import PathTable, is_hidden
+from plsc.data.files import PathTable, is_hidden, listed_path
 from plsc.data.sources.base import printable
-from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError, naming
 from plsc.evaluate.curves import roc_curve
 from plsc.evaluate.identification import (

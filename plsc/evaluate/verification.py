@@ -29,9 +29,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from plsc.data.decode import IMAGE_SUFFIXES
-from plsc.data.files import PathTable
+from plsc.data.files import PathTable, listed_path
 from plsc.data.sources.base import FileSource, check_start, printable
-from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError
 from plsc.evaluate.curves import (
     area_under,

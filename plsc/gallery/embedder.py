@@ -16,8 +16,7 @@ from plsc.checkpoint.load import read_class_names
 from plsc.checkpoint.manifest import CLASS_WEIGHTS
 from plsc.data.class_names import ClassNames
 from plsc.data.decode import decode_image
-from plsc.data.sources import Source
-from plsc.data.sources.image_folders import open_images
+from plsc.data.sources import Source, open_images
 from plsc.errors import DataError
 from plsc.evaluate.capacity import Capacity
 from plsc.export import open_model

@@ -127,6 +127,7 @@ class PostgresStore:
             cursor.execute(f"SELECT nextval({self._ids}), now() FROM generate_series(1, %s)", [len(news)])
             free = cursor.fetchall()
             ids = [one.id or number for one, (number, _) in zip(news, free, strict=True)]
+            check_entries(self.path, [(number, one.name) for number, one in zip(ids, news, strict=True)])
             command = f"COPY {self._table} ({', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
             with cursor.copy(command) as copy:
                 copy.set_types(list(_COLUMNS.values()))

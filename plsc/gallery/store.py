@@ -82,7 +82,7 @@ def rank(query: np.ndarray, vectors: np.ndarray, entries: list[tuple[int, str, s
 
 
 def check_entries(place: object, entries: Iterable[Sequence[Any]], vectors: np.ndarray | None = None) -> None:
-    """Raise DataError for what no store writes: an odd id, an unsafe name, a vector without norm 1 or 0.
+    """Raise StoreError for what no store may have: an odd id, an unsafe name, a vector without norm 1 or 0.
 
     entries: id, name and more of each. vectors: float32 [n, D].
     """
@@ -92,7 +92,7 @@ def check_entries(place: object, entries: Iterable[Sequence[Any]], vectors: np.n
         rows = np.flatnonzero(~are_normalised(vectors))
         wrong += [f"the vector of entry {entries[row][0]} does not have norm 1" for row in rows]
     if wrong:
-        raise DataError(f"{place}: {wrong[0]}; choose another store")
+        raise StoreError(f"{place}: {wrong[0]}; choose another store")
     for _, name, *_ in entries:
         check_name(name)
 
@@ -266,6 +266,7 @@ class Store:
             (new.name, _stored(new.vector), new.thumbnail, model, new.id, time),
         )
         assert cursor.lastrowid is not None
+        check_entries(self.path, [(cursor.lastrowid, new.name)])  # SQLite counts from what the file says
         return cursor.lastrowid
 
     def _change_index(self, changes: Sequence[Change], results: Sequence[int | bool | Exception]) -> None:

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, refusing, suggest
-from plsc.heads.geometry import add_angle, angle_of, monotonic_cosine
 
 _RIGHT_ANGLE = math.pi / 2
+
+COSINE_LIMIT = 1.0 - 1e-7
+"""Cosines are clamped to +-COSINE_LIMIT, because the slope of acos is infinite at +-1."""
 
 MANY_CLASSES = 10_000
 """From this number of classes on, the automatic scale is 64."""
@@ -106,7 +108,7 @@ class Margin(nn.Module, ABC):
 
         cosine: [T], between the embeddings of any T samples and the weights of their class. norm: [T], of
         these embeddings. T is a part of the batch, in any order: what depends on the whole batch belongs into
-        `observe`. For random numbers, use `rules.noise` of the norm and a counted step: torch's generators
+        `observe`. For random numbers, use `weights.noise` of the norm and a counted step: torch's generators
         would differ by the number of ranks.
         """
 
@@ -361,6 +363,48 @@ class CurricularFace(Margin):
     def highest(self) -> float:
         """Return 2 s, the logit at t = c = 1."""
         return 2 * self.scale
+
+
+# Angles, with exact and finite gradients near +-1.
+
+
+def clamp_cosine(cosine: Tensor) -> Tensor:
+    """Clamp to +-COSINE_LIMIT with slope 1, so that a saturated sample still gets a gradient."""
+    return cosine + (cosine.clamp(-COSINE_LIMIT, COSINE_LIMIT) - cosine).detach()
+
+
+def sine_of(cosine: Tensor) -> Tensor:
+    """Return sqrt(1 - c^2) for a cosine strictly inside +-1."""
+    # 1 - c is exact near c = 1; in fp32 1 - c^2 would cause an error of 4e-5 in the slopes.
+    return ((1 - cosine) * (1 + cosine)).sqrt()
+
+
+def angle_of(cosine: Tensor) -> Tensor:
+    """Return theta = acos(c) in (0, pi); unlike torch.acos, its slope is exact in fp32 near +-1."""
+    c = clamp_cosine(cosine)
+    return torch.atan2(sine_of(c), c)
+
+
+def add_angle(cosine: Tensor, margin: float | Tensor, easy: bool = False, beyond_pi: bool = False) -> Tensor:
+    """Return cos(acos(c) + m), or c - m sin m where the angle exceeds pi; m is [T] or a number.
+
+    easy: return c wherever c <= 0 instead. beyond_pi: return cos(acos(c) + m) for all angles.
+    """
+    if not isinstance(margin, Tensor):
+        margin = cosine.new_full((), margin)
+    c = clamp_cosine(cosine)
+    inside = c * margin.cos() - sine_of(c) * margin.sin()
+    if beyond_pi:
+        return inside
+    if easy:
+        return torch.where(c > 0, inside, c)
+    return torch.where(c < -margin.cos(), c - margin * margin.sin(), inside)
+
+
+def monotonic_cosine(angle: Tensor) -> Tensor:
+    """Return (-1)^k cos(angle) - 2 k with k = floor(angle / pi), which decreases for all angles >= 0."""
+    k = torch.floor(angle.detach() / math.pi)
+    return (1 - 2 * (k % 2)) * angle.cos() - 2 * k
 
 
 def margins_of_counts(counts: Tensor, a: float, b: float = 0.0) -> Tensor:

@@ -1,6 +1,6 @@
 """The optimizers of class weights: settings and states; and the reduction of sub-centres, with their states.
 
-`RowOptimizer` is the base class; rules.py has the update formulas.
+`RowOptimizer` is the base class; weights.py has the update formulas.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.rules import MOMENTUM, Rule, apply_rule
 from plsc.heads.sharded import ShardedHead
-from plsc.heads.softmax import ForwardContext
-from plsc.heads.update import rows_of
-from plsc.heads.weights import Rows, States, copy_states_to_device, read_dtype, write_back
-from plsc.parallel.collectives import sum_over_ranks
+from plsc.heads.softmax import ForwardContext, rows_of
+from plsc.heads.weights import (
+    MOMENTUM,
+    Rows,
+    Rule,
+    States,
+    apply_rule,
+    copy_states_to_device,
+    read_dtype,
+    write_back,
+)
+from plsc.parallel.world import sum_over_ranks
 from plsc.seeds import hash_key
 
 

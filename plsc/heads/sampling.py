@@ -16,58 +16,16 @@ it when they are drawn: nothing is searched, and a class costs 68 bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plsc.errors import OptionError
 from plsc.heads.weights import PAGE, Rows
-from plsc.parallel.collectives import sum_over_ranks, to_device
+from plsc.parallel.world import sum_over_ranks, to_device
 from plsc.seeds import hash_key
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of class sampling.
-
-    ratio: fraction of the classes used in each step, in (0, 1]; or fractions by the step from which each is
-    used, such as {0: 1.0, 2000: 0.1}. hard: largest fraction of the sampled classes that are hard negatives,
-    in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32 consecutive classes, as class
-    weights in a file need; the classes of the batch are used in addition.
-    """
-
-    ratio: float | Mapping[int, float] = 1.0
-    hard: float = 0.0
-    in_pages: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self._ratios) != 0 or not all(0 < ratio <= 1 for ratio in self._ratios.values()):
-            raise OptionError(
-                f"the sample ratio is {self.ratio}; expected a fraction in (0, 1], or several by their first "
-                "step, which starts at 0"
-            )
-        if not 0 <= self.hard < 1 or (self.hard and (self.in_pages or not self.is_partial)):
-            raise OptionError(
-                f"the hard fraction of the sample is {self.hard}; expected a number in [0, 1), and 0 if all "
-                "classes are used or classes are drawn in pages"
-            )
-
-    @property
-    def _ratios(self) -> Mapping[int, float]:
-        return self.ratio if isinstance(self.ratio, Mapping) else {0: self.ratio}
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether there is a step that uses only a part of the classes."""
-        return min(self._ratios.values()) < 1
-
-    def ratio_at(self, step: int) -> float:
-        """Return the fraction of the classes that a step uses; steps count from 0."""
-        return self._ratios[max(first for first in self._ratios if first <= step)]
 
 
 def draw_pages(classes: range, count: int, key: int) -> Tensor:

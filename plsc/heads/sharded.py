@@ -1,4 +1,4 @@
-"""The sharded head: each rank holds the weights of its own classes only.
+"""The sharded head: each rank holds the weights of its own classes only; and the choice of a head.
 
 1. The ranks gather embeddings and labels (B x D values).
 2. Each rank computes the logits of its own classes for the global batch, tile by tile (softmax.py).
@@ -6,14 +6,15 @@
 
 Communication does not grow with the number of classes, and no matrix [B, classes] is allocated.
 
-The forward pass already computes the gradient of the embeddings. The optimizer's step reads the class weights
-a second time and updates them tile by tile (update.py), so it never allocates the gradient of all of them.
+The forward pass already computes the gradient of the embeddings. The optimizer's step (optimizers.py) reads
+the class weights a second time and updates them tile by tile: it never allocates the gradient of all of them.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +22,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plsc.errors import CheckpointError, DataError, OptionError
-from plsc.heads.base import GlobalBatch, Head, HeadOutput
-from plsc.heads.geometry import normalised, norms
+from plsc.errors import CheckpointError, DataError, OptionError, suggest
+from plsc.heads.base import (
+    REPORTED,
+    DenseHead,
+    GlobalBatch,
+    Head,
+    HeadOutput,
+    count_hits,
+    top_of_ranks,
+    top_of_rows,
+)
 from plsc.heads.kernels import choose_backend
-from plsc.heads.margins import Margin
+from plsc.heads.margins import MARGINS, Margin, build_margin
 from plsc.heads.sampling import (
     KEPT_BYTES,
     Neighbours,
-    Sampling,
     classes_of,
     draw_classes,
     draw_pages,
@@ -37,22 +45,97 @@ from plsc.heads.sampling import (
     nearest,
 )
 from plsc.heads.softmax import (
-    REPORTED,
+    EmbeddingGradient,
     Execution,
     ForwardContext,
+    HeadLoss,
     Queries,
+    SavedContexts,
     Sums,
     TorchBackend,
-    count_hits,
-    top_of_ranks,
-    top_of_rows,
+    normalised,
+    norms,
 )
-from plsc.heads.update import EmbeddingGradient, HeadLoss, SavedContexts
-from plsc.heads.weights import RowFile, Rows, copy_to_device
-from plsc.parallel.collectives import ScatteredSum, gather_together, span, sum_over_ranks, to_device
+from plsc.heads.weights import ROW_DTYPES, RowFile, Rows, copy_to_device, read_dtype
+from plsc.parallel.world import ScatteredSum, gather_together, span, sum_over_ranks, to_device
 from plsc.seeds import hash_key
 
+LOSS_TYPES = tuple(f"dist_{name}" for name in MARGINS) + tuple(MARGINS)
+
 _HIGHEST_EXPONENT = 85.0  # e^85 is near the largest float32 and bfloat16
+
+
+def build_head(
+    loss_type: str, class_num: int, emb_size: int, *, margin: Margin | None = None, **settings: Any
+) -> Head:
+    """Return the head for a loss type: ``dist_<margin>`` (sharded) or ``<margin>`` (replicated).
+
+    Args:
+        loss_type: one of LOSS_TYPES.
+        class_num: total number of classes C.
+        emb_size: embedding size D.
+        margin: used instead of that of the loss type; None: that one, with its default settings.
+        settings: the other arguments of `ShardedHead`. A replicated head supports only centers, row_dtype
+            (float32 or float64), seed and group.
+
+    Raises:
+        OptionError: unknown loss type, or an option that this head does not support.
+    """
+    if loss_type not in LOSS_TYPES:
+        raise OptionError(f"unknown loss type {loss_type!r}; {suggest(loss_type, LOSS_TYPES)}")
+    margin = build_margin(loss_type.removeprefix("dist_")) if margin is None else margin
+    if loss_type.startswith("dist_"):
+        return ShardedHead(class_num, emb_size, margin, **settings)
+    sampling, offload = settings.pop("sampling", None), settings.pop("offload", False)
+    row_dtype = read_dtype("row_dtype", settings.pop("row_dtype", torch.float32), ROW_DTYPES)
+    if (sampling is not None and sampling.is_partial) or offload or row_dtype in (torch.bfloat16, torch.int8):
+        raise OptionError(
+            f"{loss_type} is a replicated head, which does not support sampling, offload, bfloat16 or int8 "
+            f"class weights; use dist_{loss_type}"
+        )
+    for unused in ("execution", "on_nonfinite", "file"):  # how a sharded head computes
+        settings.pop(unused, None)
+    return DenseHead(class_num, emb_size, margin, row_dtype=row_dtype, **settings)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of class sampling (sampling.py).
+
+    ratio: fraction of the classes used in each step, in (0, 1]; or fractions by the step from which each is
+    used, such as {0: 1.0, 2000: 0.1}. hard: largest fraction of the sampled classes that are hard negatives,
+    in [0, 1); the others are drawn uniformly. in_pages: draw whole pages of 32 consecutive classes, as class
+    weights in a file need; the classes of the batch are used in addition.
+    """
+
+    ratio: float | Mapping[int, float] = 1.0
+    hard: float = 0.0
+    in_pages: bool = False
+
+    def __post_init__(self) -> None:
+        if min(self._ratios) != 0 or not all(0 < ratio <= 1 for ratio in self._ratios.values()):
+            raise OptionError(
+                f"the sample ratio is {self.ratio}; expected a fraction in (0, 1], or several by their first "
+                "step, which starts at 0"
+            )
+        if not 0 <= self.hard < 1 or (self.hard and (self.in_pages or not self.is_partial)):
+            raise OptionError(
+                f"the hard fraction of the sample is {self.hard}; expected a number in [0, 1), and 0 if all "
+                "classes are used or classes are drawn in pages"
+            )
+
+    @property
+    def _ratios(self) -> Mapping[int, float]:
+        return self.ratio if isinstance(self.ratio, Mapping) else {0: self.ratio}
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there is a step that uses only a part of the classes."""
+        return min(self._ratios.values()) < 1
+
+    def ratio_at(self, step: int) -> float:
+        """Return the fraction of the classes that a step uses; steps count from 0."""
+        return self._ratios[max(first for first in self._ratios if first <= step)]
 
 
 @dataclass

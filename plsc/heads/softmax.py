@@ -4,29 +4,37 @@ Notation of docs/life_of_a_step.md: unit embeddings e [B, D], unit class weights
 logits z_ij. sharded.py computes the logits of the labels. A backend masks them: all sums here are over the
 OTHER classes.
 
+1. The forward pass creates a `ForwardContext` and passes it to `HeadLoss`.
+2. backward() through that loss returns the gradient of the embeddings and saves the context
+   (`SavedContexts.save`). Without a row optimizer, it computes the gradients of all class weights instead.
+3. `RowOptimizer.step` (optimizers.py) consumes the saved contexts (`SavedContexts.consume`), one per
+   micro-batch. It computes gradients and updates one tile of class weights at a time. A skipped step discards
+   the contexts.
+
 `TorchBackend` works on every device. The C and Triton backends (plsc/heads/kernels) derive from it, use it
 where they have no kernel, and are tested against it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.geometry import normalisation_backward, normalised
-from plsc.heads.rules import Rule, apply_rule
-from plsc.heads.weights import Rows, States, read_dtype
-from plsc.parallel.collectives import send_rows, to_device
+from plsc.heads.margins import Margin
+from plsc.heads.weights import Rows, Rule, States, apply_rule, copy_to_device, read_dtype
+from plsc.parallel.world import ScatteredSum, to_device
 
 BACKENDS = ("auto", "torch", "native", "triton")
 # The C kernels by instruction set, fastest first: for tests and benchmarks. 'native' chooses.
 ENGINES = ("native-amx", "native-avx512bf16", "native-avx512", "native-avx2", "native-neon")
 _PRODUCTS = ("float32", "bfloat16")
+_MANY_CONTEXTS = 256  # more than any reasonable number of micro-batches
 _TILE_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}  # of a [B, tile] matrix: 4 and 64 MiB in float32
 
 
@@ -128,6 +136,69 @@ class ForwardContext:
         high = torch.searchsorted(mine, wanted[-1], right=True)
         part = slice(int(low), int(high))
         return part, to_device(torch.searchsorted(wanted, mine[part]), self.rows.weight.device)
+
+
+class SavedContexts(list[ForwardContext]):
+    """The forward contexts that backward() saved since the last step of the row optimizer.
+
+    The protocol between a head and its row optimizer: the head calls `begin` in each training forward pass
+    and `save` in each backward pass; the optimizer calls `consume` in step(), or `discard` in skip().
+
+    Attributes:
+        has_consumer: the head has a row optimizer, so backward() saves contexts.
+        step: number of steps so far; seeds sampling and stochastic rounding.
+    """
+
+    def __init__(self, margin: Margin) -> None:
+        super().__init__()
+        self.has_consumer = False
+        self.step = 0
+        self._margin = margin
+        self._statistics: dict[str, Tensor] | None = None  # the margin's buffers before this step
+
+    def begin(self) -> None:
+        """Save the margin's running statistics before the step, for `discard`."""
+        if self._statistics is None:
+            state = self._margin.state_dict()
+            self._statistics = {name: value.clone() for name, value in state.items()}
+
+    def save(self, context: ForwardContext) -> None:
+        """Keep a context until the next step; warn if step() is apparently never called."""
+        self.append(context)
+        if len(self) == _MANY_CONTEXTS:
+            warnings.warn(
+                f"{len(self)} backward passes since the last step of the row optimizer: the class weights "
+                "are not trained and memory grows; call step() or skip() of the row optimizer after each "
+                "step of the backbone's optimizer",
+                stacklevel=2,
+            )
+
+    def consume(self) -> list[ForwardContext]:
+        """Return and remove all contexts, and start the next step."""
+        contexts = list(self)
+        self.clear()
+        self._statistics = None
+        # Skipped steps count as well (`discard`), so a repeated batch draws other classes and other noise.
+        self.step += 1
+        return contexts
+
+    def discard(self) -> None:
+        """Drop all contexts, restore the margin's running statistics, and start the next step."""
+        if self._statistics is not None:
+            self._margin.load_state_dict(self._statistics)
+        self.consume()
+
+
+def rows_of(contexts: list[ForwardContext]) -> tuple[Rows, Rows]:
+    """Return the stored rows that any of the forward passes selected, and these rows on the device."""
+    first, stored = contexts[0], contexts[0].stored
+    if len(contexts) == 1:
+        return stored, first.rows
+    chosen = [context.stored.on_host for context in contexts if context.stored.on_host is not None]
+    if chosen:
+        stored = stored.of_rows(torch.unique(torch.cat(chosen)))
+    is_copied = first.rows is not first.stored
+    return stored, copy_to_device(stored, first.rows.weight.device) if is_copied else stored
 
 
 @dataclass(frozen=True)
@@ -326,70 +397,140 @@ def tile_size(device: torch.device, batch: int, dimension: int = 0) -> int:
     return max(tile // 128, -(-2 * dimension // 128)) * 128
 
 
-# The classes with the highest logits, among the class weights of a rank and then of all ranks, without the
-# matrix [B, classes]. Of equal logits, the lowest class comes first; nan counts as -inf.
+@dataclass
+class EmbeddingGradient:
+    """The gradient of this rank's embeddings, while its reduce-scatter runs.
 
-Top = tuple[Tensor, Tensor]
-"""Logits without margin [B, k], highest first, and their classes, int64 [B, k]."""
-
-REPORTED = 5
-"""k of the top-k accuracy during training."""
-
-_NO_CLASS = torch.iinfo(torch.int64).max
-
-
-def top_of_rows(backend: TorchBackend, rows: Rows, queries: Queries, k: int) -> Top:
-    """Return the k best of the selected classes of this rank, for the global batch.
-
-    With fewer than k classes, the other logits are -inf and their classes do not exist.
+    unit [b, D], length [b]: of the local embeddings. radial [b]: dL / d|x|, or None.
     """
-    scores = queries.unit.new_full((len(queries.unit), k), -torch.inf)
-    classes = torch.full_like(scores, _NO_CLASS, dtype=torch.int64)
-    for tile in rows.tiles(backend.tile):
-        z = backend.class_logits(rows, queries, tile).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        numbers = rows.global_indices(tile)[:: rows.centers].to(z.device) // rows.centers
-        highest, columns = _highest(z, k)
-        scores, classes = _best(torch.cat([scores, highest], 1), torch.cat([classes, numbers[columns]], 1), k)
-    return scores, classes
+
+    scattered: ScatteredSum
+    unit: Tensor
+    length: Tensor | None
+    radial: Tensor | None
+
+    def wait(self) -> Tensor:
+        """Wait for the reduce-scatter and return dL / dx [b, D]."""
+        de = self.scattered.wait()
+        if self.length is not None:
+            de = normalisation_backward(de, self.unit, self.length)
+        if self.radial is not None:
+            de = de + self.radial[:, None] * self.unit
+        return de
 
 
-def top_of_ranks(top: Top, sizes: list[int], group: dist.ProcessGroup | None) -> Top:
-    """Return the best classes of all ranks for the samples of this rank; a collective.
+class HeadLoss(torch.autograd.Function):
+    """Connects the loss of a forward pass to autograd; backward() works once per forward pass."""
 
-    top: of the classes of this rank, for the global batch. sizes: batch size of each rank.
-    """
-    ours = [send_rows(one, sizes, group).transpose(0, 1).flatten(1) for one in top]
-    return _best(ours[0], ours[1], top[0].shape[1])
+    @staticmethod
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Any,
+        loss: Tensor,
+        context: ForwardContext,
+        gradient: EmbeddingGradient | None,
+    ) -> Tensor:
+        """Return the loss."""
+        ctx.parts = (head, context, gradient)
+        ctx.like = embeddings.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients, and save the context for the row optimizer if there is one."""
+        if ctx.parts is None:
+            raise RuntimeError(
+                "backward() was called twice for the same forward pass of the head; call the head again "
+                "before the second backward()"
+            )
+        head, context, gradient = ctx.parts
+        ctx.parts = None
+        loss_gradient = gradients[0].detach()
+        context.weight = context.weight * loss_gradient.to(context.weight)
+        to_embeddings = None
+        if gradient is not None:
+            to_embeddings = (gradient.wait() * loss_gradient).to(ctx.like)
+        to_weight, to_bias = None, None
+        if ctx.needs_input_grad[1]:
+            if head.contexts.has_consumer:
+                head.contexts.save(context)
+            elif head.weight.dtype is torch.int8:
+                raise OptionError(
+                    "int8 class weights have no gradient, so torch's optimizers cannot update them; use a "
+                    "row optimizer, such as plsc.heads.RowSGD"
+                )
+            else:
+                to_weight, to_bias = _full_gradients(head, context)
+                head.contexts.step += 1
+        return to_embeddings, to_weight, to_bias, None, None, None, None
 
 
-def top_of_logits(logits: Tensor, k: int) -> Top:
-    """Return the k best of all classes, at most C, from logits [B, C]."""
-    return _best(*_highest(logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), k), k)
+def _full_gradients(head: Any, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of all class weights and biases of this rank; zero for classes not sampled."""
+    weight = torch.zeros_like(head.weight)
+    bias = None if head.bias is None else torch.zeros_like(head.bias)
+    flat = weight.view(-1, weight.shape[-1])
+    for tile, dw, db in context.backend.summed_gradients([context], context.rows):
+        index = context.stored.positions(tile)
+        flat[index] = dw.to(flat)
+        if bias is not None and db is not None:
+            bias[index] = db.to(bias)
+    return weight, bias
 
 
-def count_hits(classes: Tensor, labels: Tensor) -> Tensor:
-    """Return how many labels [b] equal the first and how many any of the classes [b, k]; int64 [2]."""
-    hits = classes == labels[:, None]
-    return torch.stack([hits[:, 0].sum(), hits.sum()])
+# Norms and unit vectors, with exact and finite gradients for extreme input. Norms from 2^-120 to 2^126 are
+# exact to rounding in float32 and bfloat16. A shorter vector is treated as zero: its unit vector and its
+# gradient are zero. The same holds for a finite vector whose norm overflows float32. The kernels follow the
+# same rules.
+
+SHORTEST = 2.0**-120  # shorter vectors count as zero, so gradients (at most s / |W|) stay finite in float32
+_UNDERFLOW_NORM = 2.0**-40  # below this norm, squares that underflowed may matter
+_RESCALE = 2.0**100  # moves every norm outside the safe range into it
 
 
-def _highest(z: Tensor, k: int) -> Top:
-    """Return the k highest values of each row, or all, and their columns, in the order of the columns.
-
-    torch.topk alone may return any of several equal values.
-    """
-    k = min(k, z.shape[1])
-    least = z.topk(k, dim=1).values[:, -1:]
-    above, equal = z > least, z == least
-    room = k - above.sum(dim=1, keepdim=True)
-    chosen = above | (equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room))
-    columns = chosen.nonzero()[:, 1].view(len(z), k)
-    return z.gather(1, columns), columns
+def norms(x: Tensor) -> Tensor:
+    """Return |x| over the last dimension, in float32 or float64."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    length = x.norm(dim=-1)
+    factor = torch.where(length < _UNDERFLOW_NORM, _RESCALE, torch.where(length.isinf(), 1 / _RESCALE, 1.0))
+    if x.is_cuda or bool((factor != 1).any()):  # on a GPU without the test, which would synchronise
+        factor = factor.to(x.dtype)
+        length = (x * factor[..., None]).norm(dim=-1) / factor
+    return length
 
 
-def _best(scores: Tensor, classes: Tensor, k: int) -> Top:
-    """Return the k highest scores of each row, highest first, with their classes."""
-    order = classes.argsort(dim=1)
-    scores, classes = scores.gather(1, order), classes.gather(1, order)
-    order = scores.argsort(dim=1, descending=True, stable=True)[:, :k]
-    return scores.gather(1, order), classes.gather(1, order)
+def normalised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x / |x| over the last dimension, and |x|; not differentiable. Zero vectors stay zero."""
+    length = norms(x)
+    return x * _reciprocal(length)[..., None], length
+
+
+def normalisation_backward(gradient: Tensor, unit: Tensor, length: Tensor) -> Tensor:
+    """Return the gradient of x from the gradient g of its unit vector u: (g - (g . u) u) / |x|."""
+    along = (gradient * unit).sum(dim=-1, keepdim=True)
+    return (gradient - along * unit) * _reciprocal(length)[..., None]
+
+
+class Normalise(torch.autograd.Function):
+    """`normalised`, differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the unit vectors."""
+        unit, length = normalised(x)
+        ctx.save_for_backward(unit, length)
+        ctx.like = x.dtype
+        return unit
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """Return the gradient of the vectors."""
+        return normalisation_backward(gradients[0], *ctx.saved_tensors).to(ctx.like)
+
+
+def _reciprocal(length: Tensor) -> Tensor:
+    """Return 1 / length, and 0 for lengths that count as zero."""
+    return torch.where(length >= SHORTEST, 1 / length, 0)

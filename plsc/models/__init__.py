@@ -5,7 +5,6 @@ Weights are never downloaded, also for names with a weights tag; `model.pretrain
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import OptionError, did_you_mean, refusing, suggest
-from plsc.models.base_model import BaseModel, evaluating
-from plsc.models.dry_run import check_model
-from plsc.models.layers import EmbeddingNeck
+from plsc.models.base_model import BaseModel, check_model, evaluating
 from plsc.models.recomputation import find_blocks
+from plsc.models.resnet import DEPTHS, IRESNET_BLOCKS, EmbeddingNeck, IResNet, ResNet, SmallResNet
 from plsc.names import DEFAULT_NECK, load_function, names_code
 from plsc.version import install
 
@@ -25,15 +23,12 @@ __all__ = ["BaseModel", "build_model", "check_model", "find_blocks", "load_custo
 
 TORCHVISION, TIMM = "torchvision/", "timm/"
 
-NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"ResNet{depth}": ("plsc.models.resnet:ResNet", {"depth": depth}) for depth in (18, 34, 50, 101, 152)},
-    **{
-        f"IResNet{depth}": ("plsc.models.resnet:IResNet", {"depth": depth})
-        for depth in (18, 34, 50, 100, 200)
-    },
-    "SmallResNet": ("plsc.models.resnet:SmallResNet", {}),
+NETWORKS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    **{f"ResNet{depth}": (ResNet, {"depth": depth}) for depth in DEPTHS},
+    **{f"IResNet{depth}": (IResNet, {"depth": depth}) for depth in IRESNET_BLOCKS},
+    "SmallResNet": (SmallResNet, {}),
 }
-"""The built-in networks by name: the class, which is imported on use, and its arguments."""
+"""The built-in networks by name: the class and its arguments."""
 
 _CLASSES = 1  # identifies the classifier: no other layer has one output
 
@@ -66,10 +61,8 @@ def build_model(
         return load_custom(name, **{**options, **(arguments or {})})
     if name not in NETWORKS:
         raise OptionError(f"unknown model {name!r}; {suggest(name, NETWORKS)}")
-    reference, own = NETWORKS[name]
-    module, _, made = reference.partition(":")
-    model: BaseModel = getattr(importlib.import_module(module), made)(**own, **options)
-    return model
+    made, own = NETWORKS[name]
+    return made(**own, **options)
 
 
 def load_custom(reference: str | type[BaseModel], **options: object) -> BaseModel:

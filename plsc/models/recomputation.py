@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from plsc.errors import OptionError
 from plsc.inputs import Input, first_tensor
 from plsc.models.base_model import ForwardWrapper
-from plsc.models.sync_batch_norm import SampleDropout, SampleNumbers
+from plsc.parallel.backbone import SampleDropout, SampleNumbers
 from plsc.storage.urls import cache_folder
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

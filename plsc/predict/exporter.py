@@ -40,7 +40,7 @@ from plsc.export.folder import (
 )
 from plsc.export.graph import GRAPHS, Served, as_served, missing_package, write_graph
 from plsc.export.served import open_model
-from plsc.heads.geometry import normalised
+from plsc.heads.softmax import normalised
 from plsc.parallel.failure import on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.network import Trained, open_trained

@@ -28,6 +28,7 @@ from plsc.config import Options
 from plsc.data.batch import SampleNames
 from plsc.data.lists import absolute
 from plsc.data.reader import declares_shards, open_reader
+from plsc.data.sources import open_images
 from plsc.data.sources.base import (
     FileSource,
     IndexedSource,
@@ -36,15 +37,13 @@ from plsc.data.sources.base import (
     class_names_of,
     whole_number,
 )
-from plsc.data.sources.image_folders import open_images
 from plsc.errors import DataError, OptionError, shown
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
 from plsc.inputs import Input
 from plsc.machine import Counter
-from plsc.models.base_model import evaluating, find_layers, keeping_outputs
-from plsc.models.dry_run import dry_run
+from plsc.models.base_model import dry_run, evaluating, find_layers, keeping_outputs
 from plsc.parallel.failure import on_every_rank, on_main_rank
 from plsc.parallel.world import World
 from plsc.predict.embeddings import (

@@ -2,9 +2,10 @@
 
 A remote file is read in blocks of 4 MiB. They are cached on disk, because samples in random order would
 otherwise be one request each: 36 times as long from a server with 10 ms of latency. A block is stored in
-``<cache folder>/blocks/<file>/<block>``. <file> is a hash of the URL and the file's fingerprint, so a changed
-file never uses old blocks. All processes of a machine share the blocks. A block is written under a temporary
-name and renamed; it is valid if its size is right.
+``<cache folder>/blocks/<file>/<block>``. <file> is a hash of the URL and the file's fingerprint, which is
+looked up again after each block: a changed file never uses old blocks, nor are new ones stored as old. All
+processes of a machine share the blocks. A block is written under a temporary name and renamed; it is valid if
+its size is right.
 """
 
 from __future__ import annotations
@@ -195,7 +196,11 @@ class RemoteBytes:
                 raise OSError(f"received {len(data)} bytes of {end - start}")
             return data
 
-        return with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
+        data = with_retries(fetch, f"{shown(self.location)} cannot be read at byte {start}")
+        self._filesystem.invalidate_cache()
+        if self._look_up() != self.fingerprint:
+            raise DataError(f"{shown(self.location)} changed while in use; start again")
+        return data
 
     def __getstate__(self) -> dict[str, Any]:
         return {"location": self.location, "fingerprint": self.fingerprint, "is_kept": self._is_kept}

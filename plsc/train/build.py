@@ -53,21 +53,19 @@ from plsc.models import BaseModel, build_model, check_model
 from plsc.models.base_model import (
     Custom,
     Initialization,
+    choose_memory_format,
     copy_expanded_buffers,
     freeze,
     initialise_by_rule,
     unfreeze,
     unwrap,
 )
-from plsc.models.dry_run import choose_memory_format
 from plsc.models.precision import LossScaler, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
-from plsc.models.sync_batch_norm import SampleNumbers, synchronise_batch_norm, use_sample_dropout
 from plsc.names import load_function, names_code
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters
-from plsc.parallel.backbone import sum_gradients
-from plsc.parallel.collectives import class_range
-from plsc.parallel.world import World
+from plsc.parallel.backbone import SampleNumbers, sum_gradients, synchronise_batch_norm, use_sample_dropout
+from plsc.parallel.world import World, class_range
 from plsc.storage.regular import open_regular
 from plsc.train.targets import HeldOutSet, Target, TestReader, load_targets, open_held_out
 

@@ -18,16 +18,15 @@ from torch import Tensor, nn
 from plsc.checkpoint import Retention, ShardedTensor
 from plsc.checkpoint.manifest import CALLBACK, OpenedCheckpoint, Role
 from plsc.config import Config
-from plsc.data.augment import Transform
-from plsc.data.batch import Batch
+from plsc.data.batch import Batch, Transform
 from plsc.errors import OptionError, suggest
 from plsc.heads import Head, HeadOutput, RowOptimizer
 from plsc.heads.weights import decode_rows
 from plsc.models import BaseModel
 from plsc.models.base_model import Initialization, find_layers, keeping_outputs
 from plsc.models.precision import LossScaler
-from plsc.models.sync_batch_norm import SampleNumbers
 from plsc.optim import Factory, Schedule, ScheduleFunction
+from plsc.parallel.backbone import SampleNumbers
 from plsc.parallel.world import World
 from plsc.train.data import TrainingData
 from plsc.train.targets import HeldOutSet, Target, TestReader

@@ -20,7 +20,7 @@ from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.config import Config
 from plsc.config.data import cache_place
 from plsc.config.option import name_and_arguments, shown_value
-from plsc.data.augment import Transform
+from plsc.data.batch import Transform
 from plsc.data.class_names import ClassNames
 from plsc.data.loader import CachedSource, Recipe, SampleCache, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan

@@ -16,10 +16,9 @@ from torch import Tensor
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import DataError, NotSavedError, TrainingInterrupted
 from plsc.evaluate.embed import EvaluatedNetwork
-from plsc.models.sync_batch_norm import equal_buffers
-from plsc.parallel.collectives import gather_rows, span
+from plsc.parallel.backbone import equal_buffers
 from plsc.parallel.failure import StopSignal
-from plsc.parallel.world import World
+from plsc.parallel.world import World, gather_rows, span
 from plsc.train.callbacks import CurrentStep, Position, Run
 from plsc.train.restore import WarmStart
 from plsc.train.saving import Saver

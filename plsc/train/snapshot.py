@@ -41,7 +41,6 @@ from plsc.config.option import is_finite_number
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.models.base_model import constructor_arguments
-from plsc.models.sync_batch_norm import equal_buffers
 from plsc.names import names_code
 from plsc.optim import (
     FULL_RATE,
@@ -49,8 +48,8 @@ from plsc.optim import (
     StateInfo,
     has_own_state_dict,
 )
-from plsc.parallel.collectives import class_ranges
-from plsc.parallel.world import World
+from plsc.parallel.backbone import equal_buffers
+from plsc.parallel.world import World, class_ranges
 from plsc.seeds import hash_key
 from plsc.storage.urls import without_secrets
 from plsc.train.callbacks import Run

@@ -26,8 +26,7 @@ from plsc.inputs import Input, split_input, split_sizes
 from plsc.models.precision import MOST_SKIPS, LossScaler, autocast, scale_gradient, unscale
 from plsc.optim import set_rates, sparse_parameters
 from plsc.parallel.backbone import gradient_values, no_gradient_sync
-from plsc.parallel.collectives import Arriving, max_over_ranks, span
-from plsc.parallel.world import World
+from plsc.parallel.world import Arriving, World, max_over_ranks, span
 from plsc.seeds import hash_key
 from plsc.storage.publish import replacing
 from plsc.train.callbacks import Position, Run

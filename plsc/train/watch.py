@@ -17,8 +17,7 @@ from tqdm import tqdm
 from plsc.checkpoint.manifest import EMA
 from plsc.data.batch import LIST_NAME, BadSample, BadSampleList
 from plsc.models import BaseModel
-from plsc.parallel.collectives import sum_over_ranks
-from plsc.parallel.world import World
+from plsc.parallel.world import World, sum_over_ranks
 from plsc.storage.regular import check_inside
 from plsc.train.callbacks import Callback, Context
 

@@ -21,8 +21,7 @@ from plsc.heads import (
     build_head,
     build_margin,
 )
-from plsc.parallel.collectives import class_ranges, gather_rows
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_ranges, gather_rows
 from tests import reference
 from tests.distributed.worker import run_worker, smaller_world
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plsc.checkpoint import read_manifest
-from plsc.parallel.collectives import class_ranges
+from plsc.parallel.world import class_ranges
 from tests.distributed.launch import run_ranks
 from tests.distributed.train_worker import CASES, OF_THREE, STEPS
 from tests.images import write_dataset

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
-from plsc.parallel.collectives import ALL_GATHER, REDUCE_SCATTER
-from plsc.parallel.world import World
+from plsc.parallel.world import ALL_GATHER, REDUCE_SCATTER, World
 
 # The collectives of the head, with the argument position of the full tensor.
 WHOLE = {

@@ -76,7 +76,7 @@ def run_tests(engine: str, folder: Path, compiler: str, *emulator: str) -> str:
     run(compiler, "-Wall", "-Wextra", "-Werror", "-O2", "tests/far_kernels.c", "-o", program)
     return run(
         *(sys.executable, "-m", "pytest", "-v", "-p", "no:xdist", "-p", "tests.far_kernels"),
-        *("tests/unit/heads/test_native.py", "-k", engine),
+        *("tests/unit/heads/test_kernels.py", "-k", engine),
         FAR_KERNELS=" ".join([*emulator, str(program), str(folder / LIBRARY)]),
     ).stdout
 

@@ -104,7 +104,8 @@ def runs(tmp_path_factory, pyspark, s3_address) -> Runs:
         arguments = ["--data_dir", str(folder), "--nranks", str(nranks), "--seed", "3"]
         output = str(root / name)
         commands[f"{name}-local"] = [*arguments, "--output_dir", f"{output}-local"]
-        commands[f"{name}-spark"] = [*arguments, "--output_dir", f"{output}-spark", *SPARK]
+        target = f"{output}-spark" if name == "many" else f"file://{output}-spark"  # a store with renames
+        commands[f"{name}-spark"] = [*arguments, "--output_dir", target, *SPARK]
     del commands["mixed-spark"]  # from and to S3 instead
     bad = write_mixed_set(root / "bad")
     with (bad / "2.txt").open("ab") as file:

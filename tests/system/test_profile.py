@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plsc.parallel.collectives import PREFIX
+from plsc.parallel.world import PREFIX
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.resuming import Drawing, losses_of

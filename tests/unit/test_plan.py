@@ -12,8 +12,8 @@ from plsc.cli import main
 from plsc.errors import OptionError
 from plsc.heads import ROW_OPTIMIZERS, Execution, Sampling, ShardedHead, build_margin
 from plsc.models import BaseModel, build_model
-from plsc.models.layers import use_torch_layers
 from plsc.models.recomputation import recompute_activations
+from plsc.models.resnet import use_torch_layers
 from plsc.optim import build_optimizer
 from plsc.plan import plan, plan_head
 

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-#define MOST_DIGITS 18 /* MAX_LABEL_DIGITS of lines.py: such numbers fit int64 */
+#define MOST_DIGITS 18 /* MAX_LABEL_DIGITS of files.py: such numbers fit int64 */
 
 /* Write the positions of newlines in data[begin, end) to found, at most `room`, and return their number.
    *next: where to continue, `end` if everything was searched. */

@@ -24,8 +24,9 @@ from plsc.data.lines import Buffers
 from plsc.data.partition.inputs import Input, InputCount, read_counted
 from plsc.data.partition.parts import checksum, line_keys, lines_per_rank, padding_lines, rank_bounds
 from plsc.errors import DataError, OptionError
-from plsc.storage.publish import replacing
-from plsc.storage.urls import is_url, open_filesystem
+from plsc.storage.publish import hidden_name, replacing
+from plsc.storage.store import Store
+from plsc.storage.urls import is_url
 from plsc.version import install
 
 _BLOCK = 4 * 2**20
@@ -168,8 +169,13 @@ def _store(rank: int, rows: Iterable[tuple[Key, bytes]], target: str, name: str)
                 total += checksum(line, size)
                 size, lines = size + len(line), lines + 1
         if is_url(target):
-            filesystem, path = open_filesystem(f"{target}/{name}")
-            filesystem.put_file(str(temporary), path)
+            store = Store(target)
+            own = hidden_name(name) if store.can_rename else name  # an object appears when it is complete
+            store.put(temporary, own)
+            if own != name and store.exists(name):
+                store.delete(own)  # the other attempt was faster
+            elif own != name:
+                store.rename(own, name)
     yield rank, lines, size, total % 2**64
 
 

@@ -54,10 +54,9 @@ class RecordIOSource(IndexedSource):
     def __init__(self, location: str | Path) -> None:
         self.location = str(location)
         self._title = base_name(shown(self.location))
-        self._files = Shards([self.location])
         idx = self.location.removesuffix(".rec") + ".idx"
-        files = [self.location, idx] if exists(idx) else [self.location]
-        index = load_or_build(files, "recordio-1", lambda: self._build(files))
+        self._files = Shards([self.location, idx] if exists(idx) else [self.location])
+        index = load_or_build(self._files, "recordio-1", self._build)
         self._offsets, self._lengths = index["offsets"], index["lengths"]
         self._labels, self._keys = index["labels"], index["keys"]
 
@@ -68,8 +67,8 @@ class RecordIOSource(IndexedSource):
     def _image_in(self, stored: bytes) -> bytes:
         return image_of(unframe(stored))
 
-    def _build(self, files: list[str]) -> dict[str, np.ndarray]:
-        records = scan(self._files[0])
+    def _build(self) -> dict[str, np.ndarray]:
+        records, files = scan(self._files[0]), self._files.locations
         if len(files) > 1:
             keys, rows = read_idx(open_bytes(files[1], parent_of(files[1])), records.offsets)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data.decode import MAX_FILE_BYTES
-from plsc.data.files import PathTable, Shards, load_or_build, read_file_list
+from plsc.data.files import PathTable, Shards, listed_path, load_or_build, read_file_list
 from plsc.data.lines import Buffers, LineReader, decode_base64
 from plsc.data.sources.base import FileSource, IndexedSource, printable
 from plsc.data.sources.columns import (
@@ -25,7 +25,6 @@ from plsc.data.sources.columns import (
     LabelReader,
     choose_column,
 )
-from plsc.data.sources.image_folders import listed_path
 from plsc.errors import DataError, OptionError, naming
 from plsc.storage.blocks import BytesFile, buffered, open_bytes, text_lines
 from plsc.storage.regular import parse_json
@@ -82,7 +81,7 @@ class RowSource(FileSource, ColumnSource):
         self._title = base_name(shown(location))
         how = json.dumps([image, label, labels.names_wanted, *self._place[:2]])
         kind = f"{self._kind} {hashlib.sha256(how.encode()).hexdigest()}"  # URLs may have secrets
-        index = load_or_build([location], kind, lambda: self._build(location, image, label, labels))
+        index = load_or_build(Shards([location]), kind, lambda: self._build(location, image, label, labels))
         self._paths, self._lines = PathTable(index["text"], index["ends"]), index["lines"]
         return index
 
@@ -226,7 +225,7 @@ class Base64Source(IndexedSource):
     ) -> None:
         self.locations = read_file_list(data_dir, file_list, allowed=allowed)
         self._files = Shards(self.locations, str(data_dir))
-        index = load_or_build(self.locations, KIND, self._build)
+        index = load_or_build(self._files, KIND, self._build)
         self._offsets, self._lengths = index["offsets"], index["lengths"]
         self._labels, self._lines = index["labels"], index["lines"]
         self._firsts = index["firsts"]

@@ -53,11 +53,10 @@ class TarSource(ColumnSource):
     def _open(
         self, location: str, image: str | None, label: str | None, labels: LabelReader
     ) -> Mapping[str, np.ndarray]:
-        files = shard_files(location, ".tar")
-        self._files = Shards(files)
+        self._files = Shards(shard_files(location, ".tar"))
         self._image, self._label = image, label
         kind = f"tar-7 {json.dumps([image, label, labels.names_wanted])}"
-        index = load_or_build(files, kind, lambda: self._build(labels))
+        index = load_or_build(self._files, kind, lambda: self._build(labels))
         self._shard, self._offsets, self._lengths = (index[name] for name in ("shards", "offsets", "lengths"))
         self._keys = ClassNames(index["keys"], index["key_ends"])
         return index

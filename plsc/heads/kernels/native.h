@@ -1,4 +1,4 @@
-/* The interface between plsc/heads/kernels/native.py and the library.
+/* The interface between plsc/heads/kernels/__init__.py and the library.
  *
  * Notation of docs/life_of_a_step.md and plsc/heads/softmax.py: B samples, D embedding size, n selected class
  * weights (rows). All arrays are contiguous. Increase PLSC_ABI whenever a structure or function here changes.
@@ -57,7 +57,7 @@ struct plsc_rule {
   double lr, momentum, weight_decay, beta1, beta2, eps;
   uint32_t key;       /* of the class weights; the states use key + 1, key + 2 */
   int32_t state_is_bf16[2];
-  void *state[2];     /* as in plsc/heads/rules.py */
+  void *state[2];     /* as in plsc/heads/weights.py */
   int32_t *steps;     /* adamw */
 };
 

@@ -1,7 +1,7 @@
 /* Backward of the normalisation, and the update formulas of the optimizers.
  *
  * All in float, in one pass over a class weight while it is in the cache. sgd, adamw and adagrad are those of
- * plsc/heads/rules.py and triton_kernels.py, with the same names.
+ * plsc/heads/weights.py and triton_kernels.py, with the same names.
  */
 #include <math.h>
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from plsc.errors import kind_and_line
-from plsc.heads.rules import Rule, kernel_states
 from plsc.heads.softmax import ForwardContext, Queries, Sums, TorchBackend
-from plsc.heads.weights import Rows, States
+from plsc.heads.weights import Rows, Rule, States, kernel_states
 
 _COLUMNS = 1024  # columns of a [B, tile] matrix per program
 _COLUMN_PROGRAM = {"size": _COLUMNS, "num_warps": 4, "enable_fp_fusion": False}

@@ -129,7 +129,7 @@ def update(
     dimension: tl.constexpr, is_cosine: tl.constexpr, kind: tl.constexpr, nesterov: tl.constexpr,
     size: tl.constexpr,
 ):  # fmt: skip
-    """Apply a rule of plsc.heads.rules to class weight `start` + program and its states, in place.
+    """Apply a rule of plsc.heads.weights to class weight `start` + program and its states, in place.
 
     dw: [count, D], gradients of the unit class weights if is_cosine. kind: sgd, adamw, adagrad; 'none': only
     replace dw by the gradient of the class weights. number: int64, indices of the selected rows, without
@@ -170,7 +170,7 @@ def update(
             _store(weight + place, w, inside, row_number, column, noise_key)
 
 
-# The update formulas, as in plsc/heads/rules.py and rules.h.
+# The update formulas, as in plsc/heads/weights.py and rules.h.
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def _cosines(c, bias, position, start, count, width, sample, column):
 
 @triton.jit
 def _inverse_length(w):
-    """Return 1 / |w|, or 0 if |w| counts as zero, as plsc/heads/geometry.py."""
+    """Return 1 / |w|, or 0 if |w| counts as zero, as plsc/heads/softmax.py."""
     length = tl.sqrt(tl.sum(w * w))
     if (length < 2.0**-40) | (length == float("inf")):
         by = tl.where(length < 1.0, 2.0**100, 2.0**-100)
@@ -292,7 +292,7 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _store(place, values, inside, row_number, column, key):
-    """Store float32 values in the dtype of `place`; bfloat16 is rounded as in plsc/heads/rules.py."""
+    """Store float32 values in the dtype of `place`; bfloat16 is rounded as in plsc/heads/weights.py."""
     if place.dtype.element_ty == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         rounded = (bits + (_noise(row_number, column, key) >> 16)) & 0xFFFF0000
@@ -329,7 +329,7 @@ def _load_scale(place):
 
 @triton.jit
 def _noise(row_number, column, key):
-    """Return 32 random bits per column, as `noise` of plsc/heads/rules.py."""
+    """Return 32 random bits per column, as `noise` of plsc/heads/weights.py."""
     row_key = _mix((row_number >> 32).to(tl.uint32) ^ key)
     row_key = _mix(row_number.to(tl.uint32) ^ row_key)
     return _mix(row_key ^ (column.to(tl.uint32) * 0x9E3779B9))

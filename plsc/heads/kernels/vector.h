@@ -47,7 +47,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
 #define INLINE static inline __attribute__((always_inline))
-#define SHORTEST 0x1p-120f /* as in plsc/heads/geometry.py */
+#define SHORTEST 0x1p-120f /* as in plsc/heads/softmax.py */
 #define MINUS_INFINITY (-__builtin_inff())
 
 typedef float vec __attribute__((vector_size(4 * WIDTH)));
@@ -184,7 +184,7 @@ static __attribute__((noinline)) float inverse_of_extreme(const void *row, int i
   return length >= SHORTEST ? 1.0f / length : 0;
 }
 
-/* 1 / |row|, or 0 if |row| counts as zero, as plsc/heads/geometry.py. */
+/* 1 / |row|, or 0 if |row| counts as zero, as plsc/heads/softmax.py. */
 INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   vec sum = {0};
   for (int64_t d = 0; d < dimension; d += WIDTH) {
@@ -196,7 +196,7 @@ INLINE float inverse_length(const void *row, int is_bf16, int64_t dimension) {
   return inverse_of_extreme(row, is_bf16, dimension);
 }
 
-/* The hash of plsc/heads/rules.py (_mix), of a number or of each element of a vector. */
+/* The hash of plsc/heads/weights.py (_mix), of a number or of each element of a vector. */
 #define GOLDEN 0x9e3779b9u
 #define MIX(x) (x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu, x ^ (x >> 16))
 

@@ -18,8 +18,7 @@ from plsc.checkpoint.save import local_of
 from plsc.cli import main
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.heads.weights import initial_rows
-from plsc.parallel.collectives import class_ranges
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_ranges
 from tests.unit.checkpoint.classes_reference import (
     SEED,
     class_map,

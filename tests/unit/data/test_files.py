@@ -8,7 +8,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from plsc.data.files import load_or_build
+from plsc.data.files import Shards, load_or_build
 from plsc.errors import DataError
 
 
@@ -43,7 +43,10 @@ def index_file(data: Path) -> Path:
 
 def test_an_existing_index_is_reused(data):
     build = Builder()
-    first, second = load_or_build([data], "test-1", build), load_or_build([data], "test-1", build)
+    first, second = (
+        load_or_build(Shards([data]), "test-1", build),
+        load_or_build(Shards([data]), "test-1", build),
+    )
     assert build.calls == 1
     for name, array in build().items():
         assert second[name].dtype == array.dtype
@@ -55,7 +58,7 @@ def test_an_existing_index_is_reused(data):
 
 def test_a_pickle_of_an_array_is_small_and_maps_the_same_file_again(data):
     big = {"starts": np.arange(100_000, dtype=np.int64)}
-    array = load_or_build([data], "test-1", lambda: big)["starts"]
+    array = load_or_build(Shards([data]), "test-1", lambda: big)["starts"]
     assert not array.flags.writeable
     assert not array.flags.owndata
     text = pickle.dumps(array)
@@ -75,11 +78,19 @@ def change_content(data: Path) -> None:
 @pytest.mark.parametrize("change", [lambda data: data.write_bytes(b"d"), change_content])
 def test_a_changed_file_is_detected_and_a_pickle_of_its_former_index_refused(data, change):
     build = Builder()
-    text = pickle.dumps(load_or_build([data], "test-1", build)["starts"])
+    text = pickle.dumps(load_or_build(Shards([data]), "test-1", build)["starts"])
     change(data)
-    assert load_or_build([data], "test-1", build)["starts"][1] == 2
+    assert load_or_build(Shards([data]), "test-1", build)["starts"][1] == 2
     with pytest.raises(DataError, match="changed"):
         pickle.loads(text)
+
+
+def test_a_file_that_was_replaced_after_it_was_indexed_is_not_opened(data):
+    shards = Shards([str(data)])
+    data.write_bytes(b"d\nee\nfff\n")
+    for one in (shards, pickle.loads(pickle.dumps(shards))):
+        with pytest.raises(DataError, match="changed"):
+            one[0].read_at(0, 1)
 
 
 def test_an_index_is_no_more_readable_than_its_data(data):
@@ -89,7 +100,7 @@ def test_an_index_is_no_more_readable_than_its_data(data):
             other = data.with_name(f"{mode}.txt")
             other.write_bytes(b"a\n")
             other.chmod(mode)
-            load_or_build([data, other], "test-1", Builder())
+            load_or_build(Shards([data, other]), "test-1", Builder())
             assert index_file(data).stat().st_mode & 0o777 == expected
             index_file(data).unlink()
     finally:
@@ -98,15 +109,15 @@ def test_an_index_is_no_more_readable_than_its_data(data):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_an_index_of_another_user_is_not_used(data, cache):
-    load_or_build([data], "test-1", Builder())
+    load_or_build(Shards([data]), "test-1", Builder())
     os.chown(index_file(data), 65534, 65534)
     build = Builder()
     build.calls = 5
-    assert load_or_build([data], "test-1", build)["starts"][1] == 6
-    os.chown(data, 65534, 65534)  # who can change the data, too
-    assert load_or_build([data], "test-1", build)["starts"][1] == 7
-    os.chown(index_file(data), 65534, 65534)
-    assert load_or_build([data], "test-1", build)["starts"][1] == 7
+    assert load_or_build(Shards([data]), "test-1", build)["starts"][1] == 6
+    os.chown(data, 65534, 65534)
+    assert load_or_build(Shards([data]), "test-1", build)["starts"][1] == 7
+    os.chown(index_file(data), 65534, 65534)  # of the data's owner: its paths may be any URL
+    assert load_or_build(Shards([data]), "test-1", build)["starts"][1] == 8
 
 
 def test_each_kind_and_list_of_files_has_its_own_index(data):
@@ -116,18 +127,18 @@ def test_each_kind_and_list_of_files_has_its_own_index(data):
     long = "x" * 300
     for _ in range(2):
         for files in ([data], [data, other], [other, data], [other]):
-            load_or_build(files, "test-1", build)
+            load_or_build(Shards(files), "test-1", build)
         for kind in ("test-2", f"test-1 {long}1", f"test-1 {long}2", "test-1 a/b"):
-            load_or_build([data], kind, build)
+            load_or_build(Shards([data]), kind, build)
     assert build.calls == 8
     moved = data.parent.rename(data.parent.with_name("moved"))
-    load_or_build([moved / data.name], "test-1", build)
+    load_or_build(Shards([moved / data.name]), "test-1", build)
     assert build.calls == 8
 
 
 def test_every_bit_flip_or_truncation_of_an_index_is_detected(data):
     expected = Builder()()
-    load_or_build([data], "test-1", Builder())
+    load_or_build(Shards([data]), "test-1", Builder())
     path = index_file(data)
     good = path.read_bytes()
     rng = np.random.default_rng(0)
@@ -139,7 +150,7 @@ def test_every_bit_flip_or_truncation_of_an_index_is_detected(data):
         if rng.random() < 0.3:
             bad = bad[: rng.integers(len(bad))]
         path.write_bytes(others.pop() if others else bad)
-        found = load_or_build([data], "test-1", Builder())
+        found = load_or_build(Shards([data]), "test-1", Builder())
         for name, array in expected.items():
             assert np.array_equal(found[name], array)
         del found
@@ -151,7 +162,7 @@ def test_a_file_that_grows_while_its_index_is_built_is_refused(data):
         return Builder()()
 
     with pytest.raises(DataError, match="changed"):
-        load_or_build([data], "test-1", build)
+        load_or_build(Shards([data]), "test-1", build)
     assert not list(data.parent.glob(".*.plsc-index"))
 
 
@@ -164,7 +175,7 @@ def test_remote_files_with_a_version_have_their_index_in_the_cache_folder(cache,
         monkeypatch.setattr(type(memory), "info", lambda *_, **__: info)
     build = Builder()
     for _ in range(2):
-        load_or_build(["memory://set/part.txt"], "test-1", build)
+        load_or_build(Shards(["memory://set/part.txt"]), "test-1", build)
     assert build.calls == (1 if has_versions else 2)
     assert len(list(cache.glob("index/*"))) == has_versions
 
@@ -175,7 +186,7 @@ def _without_rights(data: Path, cache: Path, results: multiprocessing.Queue) -> 
         os.setuid(65534)
     build = Builder()
     for _ in range(2):
-        load_or_build([data], "test-1", build)
+        load_or_build(Shards([data]), "test-1", build)
     results.put((build.calls, list(data.parent.glob(".*")), len(list(cache.rglob("*.plsc-index")))))
 
 
@@ -202,7 +213,7 @@ def _build_and_check(data: Path, barrier: multiprocessing.Barrier) -> None:
         barrier.wait()  # all of them build at the same time
         return {"numbers": np.arange(300_000, dtype=np.int64)}
 
-    found = load_or_build([data], "test-1", build)
+    found = load_or_build(Shards([data]), "test-1", build)
     assert np.array_equal(found["numbers"], np.arange(300_000))
 
 

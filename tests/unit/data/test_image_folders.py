@@ -8,8 +8,7 @@ import pytest
 from PIL import features
 
 from plsc.data.decode import decode_image
-from plsc.data.sources import ImageFolderSource, LabelFileSource, check_labels, open_source
-from plsc.data.sources.image_folders import open_images
+from plsc.data.sources import ImageFolderSource, LabelFileSource, check_labels, open_images, open_source
 from plsc.errors import DataError
 
 

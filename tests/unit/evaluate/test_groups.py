@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc.data.sources.image_folders import LabelFileSource
+from plsc.data.sources import LabelFileSource
 from plsc.errors import DataError
 from plsc.evaluate.embed import ImagesOf
 from plsc.evaluate.groups import ACROSS, Groups, mean_rates, pair_rates, read_groups, search_rates

@@ -158,6 +158,15 @@ def test_what_no_store_writes_is_refused_when_it_is_opened(alter, column, value)
         Store(alter(column, value), "m1", SIZE)
 
 
+def test_an_entry_whose_id_no_store_may_have_is_not_acknowledged(alter):
+    path = alter("id", 2**62, 3)
+    with contextlib.closing(Store(path, "m1", SIZE)) as opened:
+        with pytest.raises(StoreError, match="id"):
+            opened.write(news(1))
+        assert len(opened) == 3
+    Store(path, "m1", SIZE).close()
+
+
 def test_columns_of_other_types_are_converted_and_a_zero_vector_is_accepted(alter):
     alter("vector", bytes(4 * SIZE), 1)
     alter("name", 1e300)

@@ -6,9 +6,8 @@ import torch
 
 from plsc.errors import OptionError
 from plsc.heads import RowAdagrad, RowSGD, Sampling, ShardedHead, build_margin
-from plsc.heads.rules import noise
 from plsc.heads.softmax import Execution
-from plsc.heads.weights import decode_rows, encode_rows
+from plsc.heads.weights import decode_rows, encode_rows, noise
 from plsc.seeds import hash_key
 
 CLASSES, DIMENSION = 300, 96

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import OptionError
-from plsc.heads.geometry import COSINE_LIMIT
-from plsc.heads.margins import build_margin
+from plsc.heads.margins import COSINE_LIMIT, build_margin
 from tests import reference
 
 COSINE_MARGINS = [

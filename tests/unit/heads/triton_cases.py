@@ -10,12 +10,10 @@ from torch import Tensor
 
 from plsc.heads import Execution, RowSGD, ShardedHead, build_margin
 from plsc.heads.kernels.triton_backend import TritonBackend
-from plsc.heads.rules import Rule, apply_rule, noise
-from plsc.heads.softmax import ForwardContext, Sums
-from plsc.heads.update import rows_of
-from plsc.heads.weights import decode_rows, encode_rows, scale_bytes
+from plsc.heads.softmax import ForwardContext, Sums, rows_of
+from plsc.heads.weights import Rule, apply_rule, decode_rows, encode_rows, noise, scale_bytes
 from tests.unit.heads.test_int8 import expected_codes, parts_of
-from tests.unit.heads.test_native import (
+from tests.unit.heads.test_kernels import (
     BF16,
     FLOAT,
     INT8,

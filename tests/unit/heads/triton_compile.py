@@ -15,9 +15,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from plsc.heads.kernels.triton_backend import TritonBackend
-from plsc.heads.rules import Rule
 from plsc.heads.softmax import tile_size
-from tests.unit.heads.test_native import RULES, SHIFT, Shape, make, some_context, states_of
+from plsc.heads.weights import Rule
+from tests.unit.heads.test_kernels import RULES, SHIFT, Shape, make, some_context, states_of
 
 LEAST_SHARED = 48 * 1024  # bytes of shared memory per block that every GPU supports
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

@@ -12,8 +12,7 @@ from torchvision import models
 
 from plsc.errors import OptionError
 from plsc.models import NETWORKS, build_model, check_model, load_custom
-from plsc.models.layers import initialise
-from plsc.models.resnet import IRESNET_BLOCKS, ResNet
+from plsc.models.resnet import IRESNET_BLOCKS, ResNet, initialise
 from tests.unit.checkpoint.external_files import random_network
 
 ONE_OF_EACH = list({made: name for name, (made, _) in reversed(NETWORKS.items())}.values())

@@ -8,8 +8,7 @@ from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import unwrap
 from plsc.models.recomputation import CompiledNetwork, find_blocks, recompute_activations
-from plsc.models.sync_batch_norm import use_sample_dropout
-from plsc.parallel.backbone import sum_gradients
+from plsc.parallel.backbone import sum_gradients, use_sample_dropout
 from plsc.parallel.world import World
 from tests.devices import group_of_one
 from tests.saved_tensors import kept_bytes

@@ -99,8 +99,13 @@ def test_blocks_are_cached_but_truncated_ones_and_those_of_a_file_that_has_chang
     for path in cache.glob("blocks/*/*"):
         os.truncate(path, 10)
     assert open_bytes(location).read_at(0, SIZE) == CONTENT
-    other = bytes(reversed(CONTENT))
+    other, before = bytes(reversed(CONTENT)), open_bytes(location)
     fsspec.filesystem("memory").pipe("/blocks/file.bin", other)
+    for path in cache.glob("blocks/*/*"):
+        path.unlink()
+    with pytest.raises(DataError, match="changed"):
+        before.read_at(0, 1)
+    assert not list(cache.glob("blocks/*/*"))  # the new content under the old version
     assert open_bytes(location).read_at(0, SIZE) == other
 
 

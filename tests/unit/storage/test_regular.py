@@ -23,9 +23,8 @@ from plsc.cli import main
 from plsc.data.batch import BadSample, BadSampleList
 from plsc.data.pairs import read_pairs
 from plsc.data.partition.inputs import list_inputs
-from plsc.data.sources import ImageFolderSource, open_source
+from plsc.data.sources import ImageFolderSource, open_images, open_source
 from plsc.data.sources.columns import read_label_map
-from plsc.data.sources.image_folders import open_images
 from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.evaluate.templates import read_protocol
 from plsc.evaluate.verification import read_pair_list

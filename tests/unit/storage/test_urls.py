@@ -14,10 +14,9 @@ import fsspec
 import pytest
 
 from plsc.cli import main
-from plsc.data.files import read_file_list, shard_files
-from plsc.data.sources import open_source
+from plsc.data.files import listed_path, read_file_list, shard_files
+from plsc.data.sources import open_images, open_source
 from plsc.data.sources.base import read_image
-from plsc.data.sources.image_folders import listed_path, open_images
 from plsc.errors import DataError
 from plsc.storage.blocks import RemoteBytes
 from plsc.storage.store import Store
@@ -144,6 +143,8 @@ def test_a_list_elsewhere_names_no_local_file_no_other_server_and_no_folder_abov
             located("hdfs://evil:8020/a", place, (), "hdfs:///set/list.csv")
     with pytest.raises(DataError, match="location"):  # a server leaves out the tab
         listed_path(b".\t./private/a.jpg", "http://host/faces", (), "/pairs.csv")
+    with pytest.raises(DataError, match="location"):
+        listed_path(b".\n./private/a.jpg", "http://host/faces", (), "/rows.json")
     assert listed_path(b"a\tb.jpg", "/faces", (), "/pairs.csv") == b"a\tb.jpg"
 
 

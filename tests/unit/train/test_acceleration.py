@@ -7,7 +7,7 @@ from torch import nn
 from plsc.data.batch import Batch, copied_in_side_stream
 from plsc.errors import OptionError
 from plsc.models import BaseModel, build_model
-from plsc.models.dry_run import choose_memory_format
+from plsc.models.base_model import choose_memory_format
 from plsc.parallel.world import World
 from plsc.train.build import check_combinations
 from tests.images import write_dataset

@@ -10,7 +10,7 @@ import torch
 
 from plsc.checkpoint import read_manifest
 from plsc.errors import CheckpointError, OptionError
-from plsc.heads.kernels import native
+from plsc.heads.kernels import fastest_engine, unavailable
 from plsc.parallel.world import World
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
@@ -142,6 +142,6 @@ def test_margins_per_class_are_a_formula_or_a_file(values, dataset, tmp_path):
 
 def test_log_and_checkpoint_name_the_kernels_of_the_head(dataset, tmp_path, capsys):
     train(options(dataset, tmp_path / "a", train__epochs=1), WORLD)
-    name = "torch" if native.unavailable() else native.fastest_engine(torch.float32)
+    name = "torch" if unavailable() else fastest_engine(torch.float32)
     assert f"kernels {name}" in capsys.readouterr().out.splitlines()[0]
     assert name in read_manifest(tmp_path / "a/0").heads[""].computed_by

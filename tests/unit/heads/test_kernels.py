@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plsc.errors import OptionError
-from plsc.heads.kernels import choose_backend, native
-from plsc.heads.rules import Rule, apply_rule
+from plsc.heads.kernels import NativeBackend, choose_backend, unavailable
 from plsc.heads.softmax import ENGINES, Execution, ForwardContext, Queries, Sums
-from plsc.heads.weights import SCALE_BYTES, Rows, States, decode_rows, encode_rows
+from plsc.heads.weights import SCALE_BYTES, Rows, Rule, States, apply_rule, decode_rows, encode_rows
 
-pytestmark = pytest.mark.skipif(
-    native.unavailable() is not None, reason=f"native kernels: {native.unavailable()}"
-)
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"native kernels: {unavailable()}")
 
 FLOAT, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
-SUPPORTED = [engine for engine in ENGINES if native.unavailable(BF16, engine) is None]
+SUPPORTED = [engine for engine in ENGINES if unavailable(BF16, engine) is None]
 SCALE, SHIFT = 16.0, 3.0
 each_engine = pytest.mark.parametrize("engine", SUPPORTED)
 
@@ -47,7 +44,7 @@ class Shape:
 
 def on(engine: str, **parts: Any) -> Shape:
     """Return a shape for an engine and the products that it computes."""
-    products = FLOAT if native.unavailable(FLOAT, engine) is None else BF16
+    products = FLOAT if unavailable(FLOAT, engine) is None else BF16
     return Shape(engine=engine, products=products, **parts)
 
 
@@ -111,8 +108,8 @@ def make(shape: Shape) -> tuple[Rows, Queries]:
     return rows, queries
 
 
-def backend(shape: Shape) -> native.NativeBackend:
-    return native.NativeBackend(shape.products, threads=shape.threads, engine=shape.engine)
+def backend(shape: Shape) -> NativeBackend:
+    return NativeBackend(shape.products, threads=shape.threads, engine=shape.engine)
 
 
 def unit_rows(rows: Rows, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -393,7 +390,7 @@ def test_large_logits_do_not_overflow_with_a_running_maximum(engine: str) -> Non
 def test_bfloat16_products_are_float32_products_without_their_instructions(engine: str) -> None:
     rows, queries = make(Shape())
     totals = [
-        native.NativeBackend(products, engine=engine).forward(rows, queries, fixed_shift=SHIFT).total
+        NativeBackend(products, engine=engine).forward(rows, queries, fixed_shift=SHIFT).total
         for products in (FLOAT, BF16)
     ]
     assert torch.equal(*totals)
@@ -405,7 +402,7 @@ def test_execution_selects_the_kernels_of_an_instruction_set(engine: str) -> Non
     kernels = Execution(kernels=engine).kernels
     if engine in SUPPORTED:
         backend = choose_backend(kernels, *parts)
-        assert isinstance(backend, native.NativeBackend)
+        assert isinstance(backend, NativeBackend)
         assert backend.engine == engine
     else:
         with pytest.raises(OptionError, match=f"does not support {engine}"):
@@ -419,7 +416,7 @@ def test_exponentials_are_exact_to_float32_over_the_whole_range_of_logits(engine
     x = torch.cat([torch.linspace(-84, 88.7, 4001), torch.tensor([89.0, 1e9, math.inf])]).to(products).float()
     queries = Queries(x[:, None].clone(), torch.full((len(x),), -1))
     rows = Rows(torch.ones(1, 1), cosine=False)
-    one = native.NativeBackend(products, engine=engine)
+    one = NativeBackend(products, engine=engine)
     sums = one.forward(rows, queries, fixed_shift=0.0, want_weighted=False)
     torch.testing.assert_close(sums.total.double(), x.double().exp().float().double(), rtol=2e-7, atol=0)
 
@@ -448,4 +445,4 @@ def test_unsupported_tensors_raise() -> None:
     rows, queries = make(Shape())
     for weight in (rows.weight.double(), rows.weight[:, ::2]):
         with pytest.raises(ValueError, match="contiguous"):
-            native.NativeBackend().forward(replace(rows, weight=weight), queries, fixed_shift=0.0)
+            NativeBackend().forward(replace(rows, weight=weight), queries, fixed_shift=0.0)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from plsc.models.layers import Conv2d, PReLU
 from plsc.models.precision import apply_lists
+from plsc.models.resnet import Conv2d, PReLU
 
 
 def gradients_for(layer: nn.Module, x: torch.Tensor, g: torch.Tensor):
