@@ -19,8 +19,7 @@ from plsc.checkpoint.manifest import EXTRA, RANK, HeadInfo, Role
 from plsc.checkpoint.save import local_of
 from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin, sharded
-from plsc.parallel.collectives import class_ranges
-from plsc.parallel.world import World
+from plsc.parallel.world import World, class_ranges
 from plsc.train.callbacks import UserParts
 from plsc.train.snapshot import collect_tensors
 from tests.distributed.worker import run_worker, smaller_world
