@@ -175,14 +175,9 @@ def results_of_protocols() -> Iterator[tuple[str, Any]]:
     """Yield the result of every protocol for the same embeddings."""
     from plsc.evaluate.capacity import measure_capacity
     from plsc.evaluate.curves import roc_curve
-    from plsc.evaluate.identification import identify, split_gallery
+    from plsc.evaluate.identification import identify, retrieval, split_gallery
     from plsc.evaluate.templates import pool_templates
     from plsc.evaluate.verification import scores, verify
-
-    try:
-        from plsc.evaluate.identification import retrieval
-    except ImportError:  # a commit before these files were merged
-        from plsc.evaluate.retrieval import retrieval
 
     rng = np.random.default_rng(2)
     labels = np.repeat(np.arange(40), 6)

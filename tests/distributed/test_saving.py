@@ -118,23 +118,14 @@ def test_a_folder_is_locked_for_a_second_run_until_the_first_is_killed(dataset, 
     assert third.train().steps == manifest.step + 1
 
 
-def test_saving_beside_training_changes_no_bit_and_keeps_the_best_checkpoint(dataset, tmp_path, monkeypatch):
+def test_saving_beside_training_changes_no_bit(dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(saving, "available_memory", lambda: 0)  # training then waits for each save
         small_entry(dataset, tmp_path / "apart").train()
     beside = small_entry(dataset, tmp_path / "beside")
     beside.set_save_every_n_steps(2)
-    beside.set_max_last_checkpoint_num(2)
-    beside.set_save_top_k(1)
-    result = beside.train()
+    beside.train()
     assert different(tmp_path / "beside" / "1", tmp_path / "apart" / "1") == []
-    best = json.loads((tmp_path / "beside" / "best.json").read_text())
-    assert best["metric"] == "loss"
-    assert (tmp_path / "beside" / best["path"]) == result.best_model_path
-    found = {path.name: m.scalars["metrics"]["loss"] for path, m in list_checkpoints(tmp_path / "beside")}
-    assert result.best_model_score == found[best["path"]] == min(found.values())
-    assert {"1", best["path"]} <= found.keys()
-    assert len(found) <= 3
 
 
 def test_a_step_save_at_the_last_step_is_not_saved_twice_and_offloaded_class_weights_are_not_copied_for_it(

@@ -242,15 +242,6 @@ def test_only_frozen_batch_norms_stay_in_evaluation_mode():
     assert partly.plain[1].training
 
 
-def test_a_synchronised_batch_norm_is_frozen_by_its_original_type_name():
-    network = Small()
-    names = assigned(network, freeze=["type:BatchNorm2d"]).frozen
-    network.stem[1] = nn.SyncBatchNorm.convert_sync_batchnorm(network.stem[1])
-    freeze(network, names)
-    network.train()
-    assert not network.stem[1].training
-
-
 def ruled(pattern, rule, **arguments):
     return Initialization(pattern, rule, arguments)
 
