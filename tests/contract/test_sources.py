@@ -83,7 +83,7 @@ def copied_to_memory(folder: Path, name: str, **options: int) -> Source:
 def remote(suffix: str) -> Callable[[Path], Source]:
     def make(folder: Path) -> Source:
         written(suffix)(folder / "set")
-        return copied_to_memory(folder / "set", f"contract{suffix}")
+        return copied_to_memory(folder / "set", f"contract-{suffix.removeprefix('.')}")
 
     make.__name__ = f"from_remote_{suffix.removeprefix('.')}"
     return make
