@@ -254,6 +254,18 @@ def _redacted(text: str, by_client: bool = False) -> str:
     return "".join(parts) + text[len(url) :]
 
 
+def has_open_secret(url: str) -> bool:
+    """Return whether messages could not tell where the user name and password of a URL end.
+
+    They contain a blank, '/', '?' or '#' before their '@'; in one of the URLs, for a chain.
+    """
+    for part in _CHAIN.split(url):
+        secret = part.partition("://")[2].rpartition("@")[0]  # or up to an '@' in the path
+        if re.search(r"^[^@]*[/?#]|^[^/?#]*\s", secret) and re.match(_START, part, re.IGNORECASE):
+            return True
+    return False
+
+
 def without_secrets(values: Any) -> Any:
     """Apply `shown` to all strings in nested options."""
     if isinstance(values, dict):

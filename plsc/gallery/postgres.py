@@ -92,7 +92,7 @@ class PostgresStore:
             if not re.fullmatch(r"[a-z]+://([^@/?]*@)?[^@]*", url):  # part of the password would be the host
                 raise psycopg.ProgrammingError
         except psycopg.Error:  # its message may contain the password
-            expected = "postgresql://user:password@host:port/name, with %40 for @ and %2F for / in it"
+            expected = "%40 for @, %2F for / and %20 for a blank in its user name and password"
             raise OptionError(f"the URL of the database cannot be parsed; expected {expected}") from None
         how: dict[str, Any] = {**_LIMITS, "tcp_user_timeout": 1000 * timeout, **given, "autocommit": True}
         how["client_encoding"] = "utf8"

@@ -24,14 +24,14 @@ from urllib.parse import unquote
 
 from fsspec.callbacks import Callback
 
-from plsc.errors import DataError, OptionError, PlscError, did_you_mean
+from plsc.errors import DataError, OptionError, PlscError, did_you_mean, has_open_secret
 from plsc.errors import shown as shown
 from plsc.errors import without_secrets as without_secrets
 from plsc.version import install
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
-_BLANK = re.compile(r"://(?=[^/?#]*\s)(?:(?!::).)*@|[?#][^/?#]*=.*\s")
+_BLANK = re.compile(r"[?#][^/?#]*=.*\s")
 _NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, without its last two slashes
 # Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
@@ -101,13 +101,15 @@ _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs
 def is_url(location: object) -> bool:
     """Return whether this is an fsspec URL such as ``s3://bucket/data``, not a local path.
 
-    Raises DataError for one with a blank in its user, password or query: messages could not tell
-    where such a password ends.
+    Raises DataError for one with a blank, '/', '?' or '#' in its user or password, or a blank in its query:
+    messages could not tell where a secret ends.
     """
     if not isinstance(location, str) or _SCHEME.match(location) is None:
         return False
-    if _BLANK.search(location):
-        raise DataError("a URL has a blank in its user, password or query; write it as %20")
+    if _BLANK.search(location) or has_open_secret(location):
+        raise DataError(
+            "a URL has a blank, '/', '?' or '#' in its user, password or query; write %20, %2F, %3F or %23"
+        )
     return True
 
 
@@ -130,9 +132,6 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     import fsspec
 
     protocol = _protocol(url)
-    for part in url.partition("?")[0].split("::"):  # chained URLs
-        if shown(part) != part and "@" not in part.split("/")[2]:
-            raise DataError(f"{shown(url)} has a '/' in its user name or password; write it as %2F")
     try:
         if protocol == "hdfs":
             return _open_hdfs(url)

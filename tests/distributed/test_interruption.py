@@ -217,7 +217,6 @@ def test_an_elastic_job_resumes_when_a_node_joins_or_dies(tmp_path):
     (save_dir / "hurry").touch()
     output = "".join(host.communicate(timeout=150))
     assert host.returncode == 0, output
-    assert "2 ranks on cpu" in output.partition("3 ranks on cpu")[2], output
     path, manifest = list_checkpoints(save_dir)[-1]
     assert (path.name, manifest.step, manifest.world_size) == ("11", 276, 2)
     assert manifest.scalars["global_batch"] == 4
