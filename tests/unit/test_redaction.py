@@ -106,7 +106,12 @@ def test_a_password_that_no_client_would_read_is_refused_before_one_is_asked():
     for url in ("https://me:SE/CRET@host/x", "https://me:SE/CR?ET@host/x", "s3://me:12/3?4@host/x"):
         with pytest.raises(DataError, match="%2F"):
             is_url(f"zip://a.rec::{url}")
-    for url in ("https://host:80/me:a/b@c", "https://me@host/a b@c", "s3://bucket/a:b/c@d", "https://[::1]:80/@"):
+    for url in (
+        "https://host:80/me:a/b@c",
+        "https://me@host/a b@c",
+        "s3://bucket/a:b/c@d",
+        "https://[::1]:80/@",
+    ):
         assert is_url(url)
     fsspec.filesystem("memory").pipe("/me:SECRET@host/x.zip", b"PK\5\6" + bytes(18))
     filesystem, _ = open_filesystem("zip://a.rec::memory://me:SECRET@host/x.zip")
