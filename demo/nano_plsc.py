@@ -16,7 +16,7 @@ W [C, D] are larger than the network, and the logits [B, C] and gradients are as
    few sums and dropped. The update computes them again, so the gradient of all weights never exists either.
 3. A step may use a sample of the classes: those of the batch, and random others (PartialFC).
 
-Read ShardedArcFace, then train(). tests/distributed/test_nano.py compares this file with the library, which
+Read ShardedArcFace, then train(). tests/system/test_demo.py compares this file with the library, which
 adds margins, optimizers, precisions, kernels, data formats and checks. More: docs/life_of_a_step.md.
 """
 

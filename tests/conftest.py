@@ -16,16 +16,14 @@ from tests.s3_server import s3_server, use_s3
 
 # The files that take longest, the first ones first: at the end they would leave a core idle.
 LONGEST = """
-    system/test_clean.py system/test_benchmarks.py unit/heads/test_triton.py distributed/test_two_machines.py
-    system/test_partition_spark.py system/test_gpu_script.py system/test_export_networks.py
-    distributed/test_interruption.py contract/test_stores.py system/test_serve.py distributed/test_saving.py
-    distributed/test_elastic.py distributed/test_ranks.py distributed/test_launch.py
-    unit/gallery/test_postgres.py system/test_embed_at_scale.py
-    unit/train/test_acceleration.py distributed/test_kill.py distributed/test_equal_ranks.py
-    system/test_demo.py system/test_warm_start.py system/test_partition.py
-    system/test_protocols.py system/test_entry.py system/test_classes.py
-    system/test_native_builds.py system/test_docs.py unit/data/test_loader.py unit/test_export.py
-    distributed/test_nano.py contract/test_runs.py system/test_guide.py
+    system/test_benchmarks.py distributed/test_saving.py unit/heads/test_triton.py system/test_clean.py
+    distributed/test_interruption.py distributed/test_two_machines.py system/test_partition_spark.py
+    system/test_export_networks.py contract/test_stores.py system/test_serve.py distributed/test_ranks.py
+    distributed/test_launch.py unit/gallery/test_postgres.py system/test_embed_at_scale.py
+    unit/train/test_acceleration.py system/test_demo.py
+    system/test_warm_start.py system/test_partition.py system/test_protocols.py system/test_entry.py
+    system/test_classes.py system/test_native_builds.py system/test_docs.py unit/data/test_loader.py
+    unit/test_export.py contract/test_runs.py system/test_guide.py
 """.split()  # noqa: SIM905
 
 # Processes that tests start must not inherit what nohup or a shell in the background ignores.

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
@@ -16,6 +17,7 @@ from plsc.config import Options
 from plsc.machine import on_terminal
 from plsc.models import BaseModel
 from plsc.parallel.world import World
+from plsc.train import build
 from plsc.train.callbacks import UserParts
 from plsc.train.run import run_training
 
@@ -114,3 +116,11 @@ def losses_of(save_dir: Path) -> dict[int, float]:
     """Return the logged losses by step."""
     entries = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
     return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+
+
+def compute_in_float64(patch: pytest.MonkeyPatch) -> None:
+    """From now on runs are in float64, whose results hardly depend on the order of sums."""
+    network, head = build.build_network, build.build_head
+    patch.setattr(build, "build_network", lambda *args: network(*args).double())
+    in_float64 = {"row_dtype": torch.float64}
+    patch.setattr(build, "build_head", lambda *args, **named: head(*args, **{**named, **in_float64}))

@@ -80,19 +80,13 @@ def copied_to_memory(folder: Path, name: str, **options: int) -> Source:
     return open_source(f"memory://{name}", **options)
 
 
-def from_remote_recordio(folder: Path) -> Source:
-    written(".rec")(folder / "set")
-    return copied_to_memory(folder / "set", "contract-recordio")
+def remote(suffix: str) -> Callable[[Path], Source]:
+    def make(folder: Path) -> Source:
+        written(suffix)(folder / "set")
+        return copied_to_memory(folder / "set", f"contract-{suffix.removeprefix('.')}")
 
-
-def from_remote_tar(folder: Path) -> Source:
-    written(".tar")(folder / "set")
-    return copied_to_memory(folder / "set", "contract-tar")
-
-
-def from_remote_parquet(folder: Path) -> Source:
-    written(".parquet")(folder / "set")
-    return copied_to_memory(folder / "set", "contract-parquet")
+    make.__name__ = f"from_remote_{suffix.removeprefix('.')}"
+    return make
 
 
 def from_csv_of_paths(folder: Path) -> Source:
@@ -154,9 +148,7 @@ SOURCES = [
     from_remote_image_folder,
     from_torch_dataset,
     written(".rec"),
-    from_remote_recordio,
-    from_remote_tar,
-    from_remote_parquet,
+    *map(remote, (".rec", ".tar", ".parquet")),
     from_csv_of_paths,
     from_remote_tsv_of_names,
     from_base64_parts,

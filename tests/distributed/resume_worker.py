@@ -23,8 +23,17 @@ from plsc.parallel.world import World, class_ranges
 from plsc.train.callbacks import UserParts
 from plsc.train.snapshot import collect_tensors
 from tests.distributed.worker import run_worker, smaller_world
-from tests.float64 import compute_in_float64
-from tests.resuming import Steady, different, joined, losses_of, options_of, saved_at, tensors_of, train
+from tests.resuming import (
+    Steady,
+    compute_in_float64,
+    different,
+    joined,
+    losses_of,
+    options_of,
+    saved_at,
+    tensors_of,
+    train,
+)
 
 RANKS = (1, 2, 3, 4)
 CLASSES = 10  # on 4 ranks 3, 3, 3, 1; on 3 ranks 4, 4, 2

@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import signal
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -26,6 +28,10 @@ from tests.distributed.launch import Ranks, run_ranks
 from tests.distributed.test_interruption import wait_for
 from tests.images import write_dataset
 from tests.resuming import different
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import kill
 
 JOB = Path(__file__).with_name("job.py")
 PASSWORD = "swordfish-7"
@@ -112,23 +118,14 @@ def test_a_folder_is_locked_for_a_second_run_until_the_first_is_killed(dataset, 
     assert third.train().steps == manifest.step + 1
 
 
-def test_saving_beside_training_changes_no_bit_and_keeps_the_best_checkpoint(dataset, tmp_path, monkeypatch):
+def test_saving_beside_training_changes_no_bit(dataset, tmp_path, monkeypatch):
     with monkeypatch.context() as full:
         full.setattr(saving, "available_memory", lambda: 0)  # training then waits for each save
         small_entry(dataset, tmp_path / "apart").train()
     beside = small_entry(dataset, tmp_path / "beside")
     beside.set_save_every_n_steps(2)
-    beside.set_max_last_checkpoint_num(2)
-    beside.set_save_top_k(1)
-    result = beside.train()
+    beside.train()
     assert different(tmp_path / "beside" / "1", tmp_path / "apart" / "1") == []
-    best = json.loads((tmp_path / "beside" / "best.json").read_text())
-    assert best["metric"] == "loss"
-    assert (tmp_path / "beside" / best["path"]) == result.best_model_path
-    found = {path.name: m.scalars["metrics"]["loss"] for path, m in list_checkpoints(tmp_path / "beside")}
-    assert result.best_model_score == found[best["path"]] == min(found.values())
-    assert {"1", best["path"]} <= found.keys()
-    assert len(found) <= 3
 
 
 def test_a_step_save_at_the_last_step_is_not_saved_twice_and_offloaded_class_weights_are_not_copied_for_it(
@@ -172,21 +169,8 @@ def test_on_a_full_disk_the_command_exits_with_3_and_the_older_checkpoints_are_w
     assert not list((tmp_path / "run").glob(".saving-*"))
 
 
-class Closed:
-    """A logger."""
-
-    def __init__(self):
-        self.is_closed = False
-
-    def write(self, entry):
-        assert not self.is_closed
-
-    def close(self):
-        self.is_closed = True
-
-
 def test_a_run_without_its_last_checkpoint_raises_after_its_loggers_are_closed(dataset, tmp_path):
-    logger, events = Closed(), []
+    logger, events = mock.Mock(), []
     ins = small_entry(dataset, tmp_path / "run")
     ins.set_loggers(logger)
 
@@ -200,7 +184,7 @@ def test_a_run_without_its_last_checkpoint_raises_after_its_loggers_are_closed(d
     ins.add_callback(lambda context: events.append("exception"), "exception")
     with pytest.raises(CheckpointError, match="is not a checkpoint") as raised:
         ins.train()
-    assert logger.is_closed
+    assert logger.mock_calls[-1] == mock.call.close()
     assert events == ["exception"]
     assert raised.value.exit_code == 3
 
@@ -244,3 +228,21 @@ def test_a_password_in_an_option_raises_without_being_shown():
     with pytest.raises((CheckpointError, OptionError, Exception)) as refused:
         ins.train()
     assert PASSWORD not in str(refused.value)
+
+
+def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_complete_and_the_run_ends_with_the_same_bits(
+    tmp_path, hdfs, monkeypatch
+):
+    phases = "save", "upload", "retention"
+    monkeypatch.setenv("PLSC_CACHE_DIR", "")  # it sets the variable
+    words = [str(tmp_path), "--quick", "--store", f"{hdfs.url}/kill", "--phases", *phases]
+    monkeypatch.setattr(sys, "argv", ["kill.py", *words])
+    kill.main()
+    lines = [json.loads(line) for line in (tmp_path / "kill.jsonl").read_text().splitlines()]
+    kills = [line for line in lines if "phase" in line]
+    for one, phase in zip(kills, phases, strict=True):
+        assert phase in one["in_phases"], one
+    assert not any(line["problems"] for line in lines), lines
+    assert kills[-1]["here"]
+    assert kills[-1]["there"]
+    assert lines[-1]["same_bits"]  # the last killed run has finished

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import FORKING, ROOT, clean_environment, run_ranks
-from tests.distributed.test_interruption import JOB, wait_for
+from tests.distributed.test_interruption import JOB, steps_of, wait_for
 from tests.images import write_dataset
 from tests.resuming import different, losses_of
 
@@ -117,10 +117,6 @@ def end(machines, launchers) -> list[str]:
     for launcher in launchers:
         launcher.wait(150)
     return [machine.output.read_text() for machine in machines]
-
-
-def steps_of(save_dir: Path) -> int:
-    return len(losses_of(save_dir)) if (save_dir / "metrics.jsonl").exists() else 0
 
 
 def test_when_the_link_goes_down_both_sides_name_the_other_and_resume_to_the_bits_of_one_machine(

@@ -19,8 +19,7 @@ from plsc.models.base_model import Initialization
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from tests.distributed.worker import run_worker, smaller_world
-from tests.float64 import compute_in_float64
-from tests.resuming import options_of, train
+from tests.resuming import compute_in_float64, options_of, train
 
 STEPS, GLOBAL_BATCH, EMBEDDING = 8, 24, 12
 

@@ -18,8 +18,7 @@ from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from tests.distributed.worker import run_worker, smaller_world
-from tests.float64 import compute_in_float64
-from tests.resuming import different, losses_of, options_of, saved_at, train
+from tests.resuming import compute_in_float64, different, losses_of, options_of, saved_at, train
 
 WORDS, CLASSES, DIMENSION = 20, 9, 6
 BATCH, EPOCHS = 7, 2  # 3 batches of 7 and one of 2 samples: on 3 ranks 1, 1 and 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from plsc.data.pairs import read_pairs
 from tests.distributed.launch import run_ranks
@@ -162,3 +164,33 @@ def test_the_demo_learns_words_as_well_as_a_full_softmax(tmp_path):
         by_frequency, ours, theirs = (float(found) for found in re.findall(r"^  .+?  +([\d.]+)", out, re.M))
         assert ours == pytest.approx(theirs, rel=0.01)
         assert ours < by_frequency / 3
+
+
+@pytest.mark.parametrize(("ranks", "ratio"), [(1, 1.0), (3, 0.5)])
+def test_nano_equals_the_library_over_100_steps_and_resumes_bit_for_bit(tmp_path, ranks, ratio):
+    run_ranks(REPO / "tests/distributed/nano_worker.py", ranks, str(ratio), str(tmp_path / "run"))
+
+
+def class_weights(folder: Path) -> torch.Tensor:
+    shards = [torch.load(path) for path in folder.glob("rank-*.pt")]
+    return torch.cat([shard["weight"] for shard in sorted(shards, key=lambda shard: shard["start"])])
+
+
+def test_the_script_resumes_on_other_ranks_after_a_kill_within_a_save(tmp_path):
+    first = tmp_path / "first"
+    options = ("--classes", "20", "--folder")
+    output = run_ranks(DEMO / "nano_plsc.py", 2, *options, str(first), "--steps", "20").stdout
+    assert "step 20: loss" in output
+    (first / "partial").mkdir()
+    (first / "partial" / "rank-0.pt").write_bytes(b"cut short")
+    weights = []
+    for ranks in (0, 3):
+        run = shutil.copytree(first, tmp_path / f"resumed-{ranks}")
+        run_ranks(DEMO / "nano_plsc.py", ranks, *options, str(run), "--steps", "22", "--resume")
+        assert sorted(path.name for path in run.iterdir()) == ["step-0000020", "step-0000022"]
+        weights.append(class_weights(run / "step-0000022"))
+    assert not torch.equal(weights[0], class_weights(first / "step-0000020"))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-3, atol=1e-6)
+    refused = run_ranks(DEMO / "nano_plsc.py", 0, *options, str(first), check=False)
+    assert refused.returncode == 1
+    assert "--resume" in refused.stderr

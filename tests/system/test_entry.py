@@ -13,7 +13,6 @@ from torch import nn
 
 import plsc
 from plsc import Entry
-from plsc.cli import main
 from plsc.errors import CheckpointError
 from plsc.evaluate import plots
 from plsc.models.base_model import BaseModel
@@ -164,26 +163,3 @@ def test_a_save_folder_that_cannot_be_made_or_is_full_of_something_else_is_refus
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         entry(dataset, tmp_path / "run").train()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_the_command_line_trains_tests_predicts_and_prints_its_options(dataset, tmp_path, capsys):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"data:\n  dataset_dir: {dataset}\n  num_workers: 0\n"
-        "model:\n  name: SmallResNet\n  image_shape: [3, 16, 16]\n  emb_size: 8\n"
-        f"train:\n  epochs: 1\ncheckpoint:\n  save_dir: {tmp_path / 'run'}\n"
-    )
-    assert main(["config", "--config", str(config), "--train.batch_size", "12"]) == 0
-    printed = capsys.readouterr().out
-    assert "  batch_size: 12" in printed
-    assert "  # lr: null" in printed  # not set
-    config.write_text(printed)  # what it prints is what --config reads
-    assert main(["train", "--config", str(config), "--train.batch_size", "12"]) == 0
-    checkpoint = str(tmp_path / "run" / "0")
-    assert checkpoint in capsys.readouterr().out
-    used = ["--checkpoint.load_dir", checkpoint, "--data.dataset_dir", str(dataset)]
-    assert main(["test", *used, "--data.val_targets", "lfw"]) == 0
-    assert "lfw: accuracy" in capsys.readouterr().out
-    output = tmp_path / "embeddings.npz"
-    assert main(["predict", *used, "--output", str(output)]) == 0
-    assert np.load(output)["embeddings"].shape == (48, 8)

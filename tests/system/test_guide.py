@@ -49,40 +49,6 @@ if __name__ == "__main__":
                       fs_checkpoint_dir="some_dir")
     ins.train()
 """
-MIXED_PRECISION = """
-from plsc import Entry
-def main():
-    ins = Entry()
-    ins.set_mixed_precision(True)
-    ins.train()
-if __name__ == "__main__":
-    main()
-"""
-MODEL = """
-from torch import nn  # import paddle.fluid as fluid
-from plsc import Entry
-from plsc.models.base_model import BaseModel
-
-class ResNet(BaseModel):
-    def __init__(self, layers=50, emb_dim=512):
-        super(ResNet, self).__init__()
-        self.layers = layers
-        self.emb_dim = emb_dim
-        # The layers are created here: build_network runs in each step, it does not build a graph.
-        self.conv = nn.Conv2d(3, 16, 3, stride=2)
-        self.fc = nn.Linear(16, emb_dim)
-
-    def build_network(self,
-                      input,
-                      label,
-                      is_train):
-        return self.fc(self.conv(input).relu().mean((2, 3)))  # layers of PyTorch
-
-if __name__ == "__main__":
-    ins = Entry()
-    ins.set_model(ResNet(layers=50, emb_dim=512))
-    ins.train()
-"""
 READER = """
 import random
 import os
@@ -226,17 +192,6 @@ def test_base64_files_are_partitioned_and_read(folder):
     second = list(base64_reader.train(parts, 6, **shape)(rank=7, ranks=8))
     assert [label for _, label in first] == [label for _, label in second]
     assert len(first) == 3
-
-
-def test_mixed_precision(folder):
-    run(MIXED_PRECISION)
-    assert (folder / "output/1/manifest.json").is_file()
-
-
-def test_a_custom_model(folder):
-    ins = run(MODEL)["ins"]
-    assert ins.emb_dim == 512
-    assert (folder / "output/1/manifest.json").is_file()
 
 
 def test_custom_data(folder, monkeypatch):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import plsc.heads
-from plsc.errors import CheckpointError, DataError
+from plsc.errors import CheckpointError
 from plsc.heads import RowSGD, Sampling, ShardedHead, build_margin
 from tests.distributed.launch import run_ranks
 from tests.system import head_alone_worker as alone
@@ -205,21 +205,6 @@ def test_another_ranks_state_is_refused():
     with pytest.raises(CheckpointError, match=r"classes 10\.\.20 of 20"):
         head.load_state_dict(other)
     assert head.step == 0
-
-
-@pytest.mark.parametrize(
-    ("embeddings", "labels", "noun"),
-    [
-        (torch.randn(4, 8), torch.zeros(4), "labels"),
-        (torch.randn(4, 8), torch.zeros(3, dtype=torch.int64), "labels"),
-        (torch.randn(4, 7), torch.zeros(4, dtype=torch.int64), r"\[b, 8\]"),
-        (torch.ones(4, 8).long(), torch.zeros(4).long(), "floating point"),
-    ],
-)
-def test_a_batch_of_another_kind_is_refused(embeddings, labels, noun):
-    for loss_type in ("dist_arcface", "arcface"):
-        with pytest.raises(DataError, match=noun):
-            plsc.heads.build_head(loss_type, 10, 8)(embeddings, labels)
 
 
 def test_very_many_backward_passes_without_a_step_are_warned_of():

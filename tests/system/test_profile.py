@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plsc.parallel.world import PREFIX, span
+from plsc.parallel.world import PREFIX
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset
 from tests.resuming import Drawing, losses_of
@@ -53,7 +53,6 @@ def test_a_profiled_run_learns_the_same_and_a_shorter_one_ends_well(dataset, tmp
         ins.train()
         losses[name] = losses_of(tmp_path / name)
     assert losses["plain"] == losses["profiled"]
-    assert not torch.autograd.profiler._is_profiler_enabled
 
 
 @pytest.mark.gpu
@@ -65,14 +64,3 @@ def test_the_table_has_the_time_of_kernels(dataset, tmp_path, capsys):
     ins.set_callbacks("profile")
     ins.train()
     assert "CUDA total" in capsys.readouterr().out
-
-
-def test_spans_are_in_the_trace_of_any_torch_profiler():
-    @span("inner")
-    def inner():
-        return torch.ones(2) + 1
-
-    with torch.profiler.profile() as recorded, span("outer"):
-        inner()
-    found = {one.name: one.cpu_parent for one in recorded.events()}
-    assert found[PREFIX + "inner"].name == PREFIX + "outer"

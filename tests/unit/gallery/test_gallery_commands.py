@@ -7,7 +7,6 @@ import fsspec
 import numpy as np
 import pytest
 
-from plsc import open_embeddings
 from plsc.checkpoint import load_weights
 from plsc.cli import main
 from plsc.export import open_model
@@ -104,18 +103,6 @@ def test_the_nearest_classes_are_those_of_the_class_weights(trained, tmp_path, c
     scores, classes = gallery.search(weight, 6)
     np.testing.assert_allclose(scores, -np.sort(-(weight @ weight.T), axis=1), atol=1e-6)
     assert classes[:, 0].tolist() == [*range(6)]
-
-
-def test_the_output_of_predict_is_a_gallery(trained, tmp_path, capsys):
-    images = trained / "faces/images"
-    plsc(
-        capsys, "predict", "--checkpoint.load_dir", trained / "run/0", "--images", images,
-        "--output", tmp_path / "out", "--quiet",
-    )  # fmt: skip
-    plsc(capsys, "index", trained / "run/0", tmp_path / "g", "--embeddings", tmp_path / "out")
-    gallery, rows = open_gallery(tmp_path / "g"), open_embeddings(tmp_path / "out")
-    assert gallery.search(rows["embeddings"][:], 1)[1].ravel().tolist() == list(range(24))
-    assert gallery.name(23) == rows["names"][23]
 
 
 def test_a_search_says_how_many_strangers_would_score_as_high(trained, tmp_path, capsys):

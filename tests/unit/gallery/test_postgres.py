@@ -366,15 +366,14 @@ def filled(kind, folder, postgres):
 def test_an_interrupted_copy_to_a_store_continues_and_later_ids_are_larger(
     database, tmp_path, postgres, source, target, monkeypatch, capsys
 ):
-    monkeypatch.setattr(plsc.gallery.gallery, "_BATCH", 7)
     start = filled(source, tmp_path, postgres)
     end = database if target == "postgres" else f"{tmp_path}/t.sqlite"
     read = plsc.gallery.gallery.batches
 
     def interrupted(origin):
-        batches = read(origin)
-        yield next(batches)
-        yield next(batches)
+        [entries] = read(origin)
+        yield entries[:7]
+        yield entries[7:14]
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -299,8 +299,11 @@ def test_labels_may_be_an_array_or_a_list(loss_type):
         torch.tensor([1, 4], dtype=torch.int32),
     ):
         assert head(embeddings, labels).loss.equal(wanted)
-    with pytest.raises(DataError, match="labels"):
-        head(embeddings, [1.0, 4.0])
+    for x, y in (
+        (embeddings, [1.0, 4.0]), (embeddings, [1]), (embeddings[:, :3], [1, 4]), (embeddings.long(), [1, 4]),
+    ):  # fmt: skip
+        with pytest.raises(DataError):
+            head(x, y)
 
 
 @settings(max_examples=60, deadline=None)

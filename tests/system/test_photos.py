@@ -1,6 +1,7 @@
-"""Training, prediction and tests on photos with landmarks, compared with aligned images."""
+"""Training, prediction and tests on photos: with landmarks, and turned; compared with plain images."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,11 @@ from PIL import Image
 import plsc
 from plsc.data.alignment import align
 from plsc.errors import DataError, OptionError
+from plsc.evaluate.embed import embed_images
+from plsc.gallery import open_gallery
+from plsc.gallery.embedder import index_images, open_embedder, search_images
 from tests.faces import write_photos
+from tests.images import photo, turn_images, write_dataset
 from tests.system.small_entry import entry
 
 
@@ -119,3 +124,60 @@ def test_readers_cannot_be_aligned(folders, trained, tmp_path):
     for images in (None, [np.zeros((16, 16, 3), np.uint8)]):
         with pytest.raises(OptionError, match=r"data\.landmarks"):
             ins.predict(images)
+
+
+# Photos in the eight EXIF orientations, compared with the same images stored upright.
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory):
+    """Return a dataset, and the same one with each image stored turned."""
+    folder = tmp_path_factory.mktemp("data")
+    upright, other = write_dataset(folder / "upright", classes=6, per_class=4), folder / "turned"
+    shutil.copytree(upright, other)
+    turn_images(other)
+    return upright, other
+
+
+@pytest.fixture(scope="module")
+def on_upright(turned, tmp_path_factory):
+    return entry(turned[0], tmp_path_factory.mktemp("run")).train().checkpoint
+
+
+@pytest.mark.parametrize("settings", [{}, {"set_cache": "memory:1G"}])
+def test_training_on_turned_images_is_training_on_upright_ones(turned, on_upright, tmp_path, settings):
+    found = plsc.load_network(entry(turned[1], tmp_path, **settings).train().checkpoint).state_dict()
+    expected = plsc.load_network(on_upright).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_predict_index_and_search_embed_turned_images_as_upright_ones(turned, on_upright, tmp_path):
+    plain, found = (entry(folder, tmp_path, set_checkpoint_dir=on_upright).predict() for folder in turned)
+    assert np.array_equal(found.embeddings, plain.embeddings)
+    embedder = open_embedder(on_upright)
+    for name, folder in zip(("plain", "turned"), turned, strict=True):
+        index_images(embedder, tmp_path / name, folder / "images")
+    images = sorted((turned[1] / "images").iterdir())
+    for gallery in (open_gallery(tmp_path / name) for name in ("plain", "turned")):
+        for path, (_, nearest) in zip(images, search_images(embedder, gallery, images, 1), strict=True):
+            assert (nearest[0].name, round(nearest[0].similarity, 5)) == (path.name, 1)
+    how, network = {"batch_size": 8, "device": "cpu"}, plsc.load_network(on_upright)
+    stored = ([(folder / "images" / path.name).read_bytes() for path in images] for folder in turned)
+    expected, embedded = (embed_images(network, files, (3, 16, 16), **how) for files in stored)
+    assert np.array_equal(expected, embedded)
+
+
+def test_landmarks_are_those_of_the_upright_image(on_upright, tmp_path):
+    plain, photos = tmp_path / "plain", tmp_path / "turned"
+    for path in write_photos(plain):
+        (photos / path).parent.mkdir(parents=True, exist_ok=True)
+        orientation = len(list(photos.rglob("*.*"))) % 8 + 1
+        (photos / path).write_bytes(photo(Image.open(plain / path), orientation, "PNG"))
+    shutil.copy(plain / "landmarks.txt", photos)
+    one, other = (
+        entry(folder, tmp_path, set_checkpoint_dir=on_upright, set_landmarks="landmarks.txt")
+        .predict()
+        .embeddings
+        for folder in (plain, photos)
+    )
+    assert np.array_equal(one, other)
