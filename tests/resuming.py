@@ -86,12 +86,12 @@ def saved_at(save_dir: Path, step: int) -> Path:
 
 
 def tensors_of(checkpoint: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Return every tensor in every file, by file name and key."""
+    """Return every tensor in every file, by the rank in the file's name and key."""
     found = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for key in file.keys():  # noqa: SIM118 - it is no mapping
-                found[path.name, key] = file.get_tensor(key)
+                found[path.name[:11], key] = file.get_tensor(key)
     assert found, checkpoint
     return found
 

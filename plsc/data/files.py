@@ -329,10 +329,10 @@ def load_or_build(shards: Shards, kind: str, build: Callable[[], Arrays]) -> dic
     """Return the index of files: from its index file if that is valid and current, else from ``build()``.
 
     The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
-    are remote or their folder is not writable. Whom a data file's mode keeps out cannot read it. It is
-    rebuilt when a file's name, size or fingerprint changed, or when it is damaged. Several processes may
-    build it concurrently: each publishes the same content by a rename. If it cannot be stored anywhere, or a
-    file has no version in its store, the arrays stay in memory.
+    are remote, or their folder is another user's or writable for others. Whom a data file's mode keeps out
+    cannot read it. It is rebuilt when a file's name, size or fingerprint changed, or when it is damaged.
+    Several processes may build it concurrently: each publishes the same content by a rename. If it cannot be
+    stored anywhere, or a file has no version in its store, the arrays stay in memory.
 
     Args:
         shards: the files: local paths or fsspec URLs, in order.
@@ -383,10 +383,12 @@ def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
     what, _, options = kind.partition(" ")
     name = f"{base_name(shown(first))[:100]}.{what}{f'-{_digest([options], 16)}' if options else ''}"
     places = []
-    if not is_url(files[0]):
+    folder = None if is_url(files[0]) else Path(first).absolute().parent
+    # Who can change the folder could write an index with other paths, or replace a new one by a link.
+    if folder and folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o022:
         # Lists of several files may differ in more than the first name.
         of_list = "" if len(files) == 1 else f".{_digest(_names(files), 8)}"
-        places.append(Path(first).absolute().parent / f".{name}{of_list}.plsc-index")
+        places.append(folder / f".{name}{of_list}.plsc-index")
     with contextlib.suppress(DataError, OSError):
         places.append(cache_folder("index") / f"{digest}.{name}.plsc-index")
     return places
@@ -400,8 +402,7 @@ def _load(path: Path, identity: dict[str, str]) -> dict[str, np.ndarray] | None:
     """Return the arrays of an index file, or None if it is missing, outdated, damaged or of another user."""
     try:
         about, arrays, owner = _map(path)
-        # Nor that of the data's owner: the paths in an index have been checked, by whoever wrote it.
-        is_current = owner in (0, os.geteuid()) and about == {**identity, "crc32": _crc(arrays)}
+        is_current = owner == os.geteuid() and about == {**identity, "crc32": _crc(arrays)}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return arrays if is_current else None

@@ -97,7 +97,7 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
                     raise DataError(f"{title} is damaged: its checksum is another one; download it again")
                 compared = True
             elif member.isdir():
-                (target / member.name).mkdir(parents=True, exist_ok=True)
+                (target / member.name).mkdir(member.mode & 0o777 | 0o700, parents=True, exist_ok=True)
                 whole.update(_head(member.name, "folder"))
             else:
                 if done.content_bytes + member.size > most:
@@ -105,7 +105,8 @@ def unpack(location: str, folder: str | Path, max_bytes: int | None = None) -> P
                 path = target / member.name
                 whole.update(_head(member.name, member.size))
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("xb") as extracted:
+                mode = member.mode & 0o777  # and no more than the umask allows
+                with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "wb") as extracted:
                     for data in content:
                         whole.update(data)
                         extracted.write(data)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from plsc.data.class_names import ClassNames
 from plsc.errors import CheckpointError, DataError, OptionError, check_name
 from plsc.export.served import are_normalised
 from plsc.gallery.store import MOST_ENTRIES, Found, New, Store
-from plsc.storage.disk import Size, Text, publishing_folder, read_record
+from plsc.storage.disk import Size, publishing_folder, read_record
 from plsc.storage.urls import is_url
 from plsc.version import install
 
@@ -48,7 +48,7 @@ _MULTIPLIED = 1536  # values of the queries from which faiss multiplies matrices
 class _About(TypedDict):
     format: Literal["plsc-gallery"]
     version: Literal[1]
-    model: Text
+    model: Annotated[str, r"[\w-]*"]
     kind: Literal["float32"]
     count: Size
     size: Size
@@ -315,6 +315,10 @@ def is_folder(target: str) -> bool:
 def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnyStore:
     """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
     if not is_postgres(place):
+        if (
+            is_folder(place) and not Path(place).is_file()
+        ):  # libpq's "host=db password=..." would be a file, whose name is logged
+            raise OptionError("a store is a file named *.sqlite or a postgresql:// URL; expected one of them")
         return Store(Path(place), model, size)
     from plsc.gallery.postgres import PostgresStore
 
@@ -370,12 +374,8 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
         how: Any = {"model": origin.model, "mapped": "".join(kinds), "mode": mode_of(source)}
         write_gallery(target, vectors, [one.name for one in read], **how)
         return f"{len(read):,} entries"
-    is_large = not is_postgres(target) and len(origin) > MOST_ENTRIES
-    if is_large or origin.model.split() != [origin.model]:  # a store has other texts after a blank
-        raise DataError(
-            f"{source} has {len(origin):,} entries of the network {origin.model!r:.80}; a store needs a name "
-            f"without blanks, and an SQLite file has at most {MOST_ENTRIES:,}"
-        )
+    if not is_postgres(target) and len(origin) > MOST_ENTRIES:
+        raise DataError(f"{source} has {len(origin):,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
     is_new_file = not is_postgres(target) and not Path(target).exists()
     with closing(open_store(target, origin.model, origin.size)) as store:
         if is_new_file:

@@ -100,7 +100,8 @@ class PostgresStore:
             encoding = connection.info.parameter_status("server_encoding")
             if encoding != "UTF8":  # one name that it lacks would fail the enrolments of all who wait
                 raise StoreError(f"{self.path} has the encoding {encoding}; expected UTF8")
-            [[schemas]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
+            [[found]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
+            schemas = found or ["public"]
             connection.execute(_SAFE)
             self._pgvector = _find_extension(connection, self.path)[0]
             self._open_table(connection, model, size, schemas)
@@ -228,7 +229,7 @@ class PostgresStore:
                 text = f"does not have entries of {which}; networks that have some: {others}"
                 raise CheckpointError(f"{self.path} {text}")
             [model] = matching
-        self.model, (self.size, self._schema) = model, known.get(model, (size, [*schemas, "public"][0]))
+        self.model, (self.size, self._schema) = model, known.get(model, (size, schemas[0]))
         self._table = psycopg.sql.Identifier(self._schema, f"plsc_{model:.16}").as_string()
         self._index = f"plsc_{model:.16}_hnsw"
         if size not in (0, self.size):
@@ -306,6 +307,7 @@ def _configure(connection: Any) -> None:
         SET lock_timeout = '5s';
         SET hnsw.iterative_scan = relaxed_order;
         SET timezone = 'UTC';
+        SET datestyle = 'ISO';
         SELECT set_config('synchronous_commit', 'on', false)
         WHERE current_setting('synchronous_commit') = 'off'""")
 

@@ -134,7 +134,8 @@ class Store:
                         f"{file} belongs to another user, who could read all entries, is a link, or has "
                         "another name (a hard link); copy it"
                     )
-            self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+            place = path.absolute()  # ":memory:" alone would be no file
+            self._database = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=1)
             try:
                 self._open()
             except BaseException:
@@ -193,7 +194,8 @@ class Store:
 
     def read(self, after: int, count: int) -> list[New]:
         """Return the first entries whose id is larger than `after`."""
-        time = "CASE WHEN datetime(enrolled) >= '0001' THEN datetime(enrolled) || '+00:00' END"  # else NULL
+        time = "datetime(enrolled, '+0 days')"  # of 30 February: 1 March
+        time = f"CASE WHEN {time} >= '0001' THEN {time} || '+00:00' END"  # else NULL
         columns = "CAST(name AS TEXT), CAST(vector AS BLOB), CAST(thumbnail AS BLOB), id, CAST(model AS TEXT)"
         rows = self._read(f"{columns}, {time}", "WHERE id > ? ORDER BY id LIMIT ?", after, count)
         if undated := [number for *_, number, _, when in rows if when is None]:
@@ -262,7 +264,7 @@ class Store:
         self._entries.append((number, name, mapped))
 
     def _insert(self, new: New) -> int:
-        time = new.enrolled and f"{new.enrolled:%Y-%m-%d %H:%M:%S}"
+        time = new.enrolled and new.enrolled.isoformat(" ")[:19]
         model = f"{self.model} {new.mapped}" if new.mapped else self.model
         cursor = self._database.execute(
             "INSERT INTO entries (name, vector, thumbnail, model, id, enrolled) "

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from plsc.checkpoint import load_weights, read_manifest
 from plsc.checkpoint.manifest import checksum
-from plsc.errors import CheckpointError, DataError, kind_and_line
+from plsc.errors import CheckpointError, DataError, kind_and_line, printable
 from plsc.export.folder import WEIGHTS_NAME, check_file, checksum_of, read_about
 from plsc.predict.network import find_model
 from plsc.storage.disk import HIDDEN, Size, Text, read_record, replacing
@@ -134,9 +134,10 @@ class Embeddings:
             ("image shape", shape, ["batch", *options["model"]["image_shape"]]),
         ):
             if ours != theirs:
+                source = printable(f"step {model['step']} of {model['checkpoint']}")
                 raise CheckpointError(
-                    f"{self.folder} was computed at step {model['step']} of {model['checkpoint']}, and "
-                    f"{path} has different {what}: {theirs!s:.16}, not {ours!s:.16}"
+                    f"{self.folder} was computed at {source}, and {path} has different {what}: "
+                    f"{theirs!s:.16}, not {printable(f'{ours!s:.16}')}"
                 )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.config.option import Size, at_least, between, check_fields, declare, more_than
-from plsc.errors import OptionError
+from plsc.errors import OptionError, refusing
+from plsc.storage.disk import read_regular
 
 if TYPE_CHECKING:
     from plsc.serve.client import Client
@@ -45,7 +45,8 @@ class ServeOptions:
         """Return the key; empty if none is set. Raises OptionError if the file has none."""
         if self.api_key_file is None:
             return os.environ.get("PLSC_API_KEY", "")
-        key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+        with refusing(f"--api_key_file {self.api_key_file} cannot be read"):
+            key = read_regular(self.api_key_file, 2**16).decode().strip()
         if not key:
             raise OptionError(f"--api_key_file {self.api_key_file} is empty; write the key to it")
         return key

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol
 
 from plsc.errors import DataError
 from plsc.storage.disk import AnyPath, open_regular, replacing, without_mark
-from plsc.storage.urls import cache_folder, is_url, open_filesystem, shown, with_retries
+from plsc.storage.urls import cache_folder, info_of, is_url, open_filesystem, shown, with_retries
 
 BLOCK_BYTES = 4 * 2**20
 CACHE_BYTES = 16 * 2**30  # of all cached blocks together
@@ -150,7 +150,7 @@ class RemoteBytes:
 
     def _look_up(self) -> Fingerprint:
         what = f"{shown(self.location)} cannot be looked up"
-        info: dict[str, Any] = with_retries(lambda: self._filesystem.info(self._path), what)
+        info: dict[str, Any] = with_retries(lambda: info_of(self._filesystem, self._path), what)
         size = info.get("size")
         if info.get("type") not in (None, "file") or not isinstance(size, int) or size < 0:
             raise DataError(f"{shown(self.location)} is not a plain file of known size")

@@ -31,6 +31,7 @@ from plsc.storage.disk import (
 )
 from plsc.storage.urls import (
     Progress,
+    info_of,
     is_object_store,
     is_url,
     open_filesystem,
@@ -107,7 +108,7 @@ class Store:
         def call() -> int | None:
             self._filesystem.invalidate_cache()
             try:
-                info = self._filesystem.info(self._at(name))
+                info = info_of(self._filesystem, self._at(name))
             except (FileNotFoundError, NotADirectoryError):
                 return None
             return int(info["size"]) if info["type"] == "file" else None

@@ -135,7 +135,9 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     try:
         if protocol == "hdfs":
             return _open_hdfs(url)
-        return fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
+        filesystem, path = fsspec.core.url_to_fs(url, **_CLIENT_OPTIONS.get(protocol, {}))
+        filesystem.invalidate_cache()  # of listings, which clients keep as long as the process lives
+        return filesystem, path
     except Exception as error:  # each client has its own exceptions
         problem = f"cannot be opened ({type(error).__name__}); check the server, port and user"
         if isinstance(error, ImportError):
@@ -289,6 +291,19 @@ def place_of(folder: str, name: str) -> str:
     return name if is_url(name) else join(folder, name)
 
 
+def info_of(filesystem: Any, path: str) -> dict[str, Any]:
+    """Return what ``info`` does; fsspec's HTTP client says that a file is missing when a server fails."""
+    try:
+        found: dict[str, Any] = filesystem.info(path)
+    except FileNotFoundError as error:
+        cause, is_http = error.__cause__, "http" in filesystem.protocol
+        is_missing = cause is None or isinstance(cause, FileNotFoundError)
+        if is_http and not is_missing and getattr(cause, "status", 500) >= 500:
+            raise cause from None  # type: ignore[misc]
+        raise
+    return found
+
+
 def exists(location: str) -> bool:
     """Return whether a file exists at a path or URL; DataError if the store does not answer."""
     if not is_url(location):
@@ -297,7 +312,7 @@ def exists(location: str) -> bool:
 
     def look() -> bool:  # the clients' isfile() returns False when the store does not answer
         try:
-            return bool(filesystem.info(inside)["type"] == "file")
+            return bool(info_of(filesystem, inside)["type"] == "file")
         except (FileNotFoundError, NotADirectoryError):
             return False
 

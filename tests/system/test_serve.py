@@ -562,6 +562,8 @@ def test_a_gallery_store_or_option_that_does_not_fit_is_one_message(folder, tmp_
             (["--gallery", tmp_path / "other"], "another network"),
             (["--gallery", tmp_path / "wide"], "9 values"),
             (["--store", tmp_path / "other.sqlite"], "other.sqlite"),
+            (["--store", "host=db password=SECRET"], "postgresql"),
+            (["--api_key_file", tmp_path / "none"], "api_key_file"),
             (["--far", 0.5], "0.5"),
             (["--port", port := busy.getsockname()[1]], f"{port}"),
             (["--batch_size", 0], "at least 1"),

@@ -18,7 +18,7 @@ from plsc.data.lines import Buffers, LineReader, Lines, Stream, is_base64
 from plsc.data.partition.parts import checksum
 from plsc.errors import DataError
 from plsc.storage.blocks import Fingerprint, fingerprint_of, streamed
-from plsc.storage.urls import is_url, open_filesystem, shown
+from plsc.storage.urls import is_url, shown
 
 LEAST = 32 * 2**20  # bytes of memory
 BYTES_PER_LINE = 112  # of memory for its number, key, position and order, including temporary copies
@@ -79,8 +79,6 @@ class Input:
 
     def check_unchanged(self) -> None:
         """Raise DataError if the file changed since it was listed."""
-        if is_url(self.location):
-            open_filesystem(self.location)[0].invalidate_cache()
         if fingerprint_of(self.location) != self.fingerprint:
             raise DataError(f"{self.name} changed after it was listed, so lines are missing; start again")
 

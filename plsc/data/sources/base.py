@@ -238,7 +238,7 @@ def read_image_file(path: bytes | str | Path, folder: bytes | str | None) -> byt
             return data
     except OSError as error:
         kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-        place = printable(path if isinstance(path, bytes) else str(path))
+        place = printable(path if isinstance(path, bytes) else str(path))[:1000]
         raise DataError(f"the image file {place} is {kind}: {error.strerror}", kind=kind) from error
 
 

@@ -91,6 +91,14 @@ def test_what_servers_enrol_at_a_time_is_found_by_all_and_by_one_that_starts_lat
             assert third.search(vectors(3), 5) == first.search(vectors(3), 5)
 
 
+def test_settings_of_a_role_change_neither_the_place_of_its_table_nor_the_times(database):
+    url = f"{database}?options=-csearch_path%3D%20-cdatestyle%3DGerman"
+    for count in (1, 2):
+        with opened(url) as store:
+            store.write(news(1))
+            assert len(store.entries(0, 9)) == count
+
+
 def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(database):
     centres = vectors(100, seed=5, size=128)
     crowd = np.repeat(centres, 60, axis=0) + 0.3 * vectors(6000, seed=6, size=128)
@@ -146,9 +154,8 @@ def test_a_database_that_cannot_be_used_is_one_message_and_is_unchanged(
     elif how == "port":
         url, message = database.replace(f":{postgres.port}/", ":9/"), "Connection refused"
     elif how in ("percent", "slash"):
-        ending = {"percent": "%zz", "slash": f"/{PASSWORD}"}[how]
-        url = f"postgresql://plsc:{PASSWORD}{ending}@127.0.0.1/one"
-        kind, message = OptionError, "cannot be parsed"
+        kind, message = {"percent": (OptionError, "parsed"), "slash": (DataError, "%2F")}[how]
+        url = f"postgresql://plsc:{PASSWORD}{'%zz' if how == 'percent' else '/'}{PASSWORD}@127.0.0.1/one"
     with pytest.raises(kind, match=message) as caught, opened(url):
         pass
     assert "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from plsc.data.files import listed_path, read_file_list, shard_files
 from plsc.data.sources import open_images, open_source
 from plsc.data.sources.base import read_image
 from plsc.errors import DataError
-from plsc.storage.blocks import RemoteBytes
+from plsc.storage.blocks import RemoteBytes, fingerprint_of
 from plsc.storage.store import Store
 from plsc.storage.urls import exists, located, reason_of
 
@@ -82,6 +82,34 @@ def test_class_folders_over_http_are_those_of_the_disk_and_none_is_left_out(tmp_
             fsspec.filesystem("http").invalidate_cache()
             with pytest.raises(DataError, match="cannot be listed"):
                 open_source(location)
+
+
+def test_a_file_is_not_missing_when_its_server_fails(monkeypatch):
+    class Failing(BaseHTTPRequestHandler):
+        status = 503
+
+        def do_GET(self):
+            self.send_response(self.status)
+            self.end_headers()
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with serving(Failing) as url:
+        with pytest.raises(DataError, match="503"):
+            exists(f"{url}/train.idx")
+        Failing.status = 404
+        assert not exists(f"{url}/train.idx")
+
+
+def test_a_set_is_opened_again_as_it_is_now(s3):
+    filesystem = fsspec.filesystem("s3")
+    filesystem.mkdirs("again", exist_ok=True)
+    filesystem.pipe("again/a.tar", b"1")
+    assert shard_files("s3://again", ".tar") == ["s3://again/a.tar"]
+    boto = fsspec.filesystem("s3", skip_instance_cache=True)  # another process
+    boto.pipe("again/b.tar", b"22")
+    boto.pipe("again/a.tar", b"22")
+    assert shard_files("s3://again", ".tar") == ["s3://again/a.tar", "s3://again/b.tar"]
+    assert fingerprint_of("s3://again/a.tar").size == 2
 
 
 @pytest.fixture
