@@ -243,6 +243,8 @@ class Shards:
                     self._open.popitem(last=False)
             else:
                 self._open.move_to_end(shard)
+                if isinstance(found, LocalBytes):
+                    found.check()
             return found
 
     def read_many(

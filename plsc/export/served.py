@@ -53,6 +53,7 @@ _DOMAINS = ("", "ai.onnx")  # of operators: the standard ones
 _FAR = 1e-3
 _MOST_NODES, _MOST_VALUES, _MOST_OPERATIONS = 2**14, 2**31, 2**40  # the last two per image
 _FLOAT, _STRING = 1, 8  # element types
+_SAME = 1e-2  # between values of embeddings that were computed alone and in a batch
 _UNBOUNDED = ("ConvInteger", "ConvTranspose", "DeformConv", "Det", "MaxRoiPool", "RoiAlign")
 _SMALL = 1024  # values of a tensor that is computed because the shapes of others depend on it
 _COMPUTED = (
@@ -152,8 +153,11 @@ class ServedModel:
         self._scale = np.float32(128 / DIVISORS.get(str(graph.get("layout")), 128))
         self._session = _start(self._path, self.image_shape, threads)
         noise = np.random.default_rng(0).uniform(-1, 1, (2, *self.image_shape)).astype(np.float32)
-        if not are_normalised(self._run(noise)).all():
+        both = self._run(noise)
+        if not are_normalised(both).all():
             raise CheckpointError(f"{self._path}: an embedding of the graph does not have norm 1")
+        if np.abs(both[:1] - self._run(noise[:1])).max() > _SAME:  # batch normalisation in training, say
+            raise CheckpointError(f"{self._path}: an embedding depends on the other images of its batch")
 
     @property
     def default_far(self) -> float | None:

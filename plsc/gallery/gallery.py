@@ -48,7 +48,7 @@ _MULTIPLIED = 1536  # values of the queries from which faiss multiplies matrices
 class _About(TypedDict):
     format: Literal["plsc-gallery"]
     version: Literal[1]
-    model: Annotated[str, r"[\w-]*"]
+    model: Annotated[str, r"[\w .:/-]*"]
     kind: Literal["float32"]
     count: Size
     size: Size
@@ -374,8 +374,12 @@ def copy_entries(origin: Any, source: str, target: str) -> str:
         how: Any = {"model": origin.model, "mapped": "".join(kinds), "mode": mode_of(source)}
         write_gallery(target, vectors, [one.name for one in read], **how)
         return f"{len(read):,} entries"
-    if not is_postgres(target) and len(origin) > MOST_ENTRIES:
-        raise DataError(f"{source} has {len(origin):,} entries; an SQLite file has at most {MOST_ENTRIES:,}")
+    is_large = not is_postgres(target) and len(origin) > MOST_ENTRIES
+    if is_large or " " in origin.model:  # a store has other texts after a blank
+        raise DataError(
+            f"{source} has {len(origin):,} entries of the network {origin.model!r:.80}; a store needs a name "
+            f"without blanks, and an SQLite file has at most {MOST_ENTRIES:,}"
+        )
     is_new_file = not is_postgres(target) and not Path(target).exists()
     with closing(open_store(target, origin.model, origin.size)) as store:
         if is_new_file:

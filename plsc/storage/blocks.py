@@ -93,8 +93,15 @@ class LocalBytes:
             raise DataError(f"{self.location} {reason}") from error
         status = os.fstat(self._descriptor)
         self.size = status.st_size
+        self._stamp = status.st_size, status.st_mtime_ns  # a backup may change the time of change
         # Tools that unpack or copy set the modification time; nothing sets the time of the last change.
         self.fingerprint = Fingerprint(self.size, f"{status.st_mtime_ns}-{status.st_ctime_ns}")
+
+    def check(self) -> None:
+        """Raise DataError if the file was overwritten since it was opened."""
+        status = os.fstat(self._descriptor)
+        if (status.st_size, status.st_mtime_ns) != self._stamp:
+            raise DataError(f"{self.location} changed while in use; start again")
 
     def read_at(self, offset: int, length: int) -> bytes:
         """Return exactly `length` bytes from `offset`; DataError if the range is outside the file."""

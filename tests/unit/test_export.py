@@ -427,6 +427,17 @@ def stretch(model):
     model.graph.node.add(op_type="Add", input=["unit", "unit"], output=["embeddings"])
 
 
+def look_around(model):
+    """Subtract the images of the batch from each before the network."""
+    first = model.graph.node[0]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "axis"))
+    total = onnx.helper.make_node("ReduceSum", [first.input[0], "axis"], ["total"], keepdims=1)
+    apart = onnx.helper.make_node("Sub", [first.input[0], "total"], ["apart"])
+    first.input[0] = "apart"
+    model.graph.node.insert(0, apart)
+    model.graph.node.insert(0, total)
+
+
 def drop(model):
     """Return the embedding of the first image of a batch only."""
     model.graph.node[-1].output[0] = "all"
@@ -509,6 +520,7 @@ RNN, ROI = ([2**21, 1, 1], [1, 1024, 1], [1, 1024, 1024]), ([1, 9, 2, 2], [1, 4]
         ),
         ({"change_graph": run_for_days("Einsum", *[[300]] * 4, equation="a,b,c,d->a")}, "Einsum"),
         ({"change_graph": edited(stretch)}, "norm 1"),
+        ({"change_graph": edited(look_around)}, "batch"),
         ({"change_graph": lambda data: data[:-100]}, "model.onnx"),
         ({"output": {"shape": ["batch", 9]}}, r"\[2, 8\]"),
         ({"change_graph": edited(drop)}, r"\[1, 8\]"),
@@ -528,10 +540,11 @@ def test_a_hostile_folder_is_refused(exported, tmp_path, change, message):
 
 
 def graph_of(*nodes, **constants):
-    """Return an ONNX file from nodes (operator, inputs, output, attributes); `x` is the mean of an image."""
+    """Return an ONNX file from nodes (operator, inputs, output, attributes); `x` is 0.5 from the images."""
     made, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
     nodes = [
-        made("ReduceMean", ["images"], ["x"], keepdims=0),
+        made("ReduceMean", ["images"], ["mean"], keepdims=0),
+        made("Clip", ["mean", "half", "half"], ["x"]),
         *(made(kind, inputs.split(), [output], **about) for kind, inputs, output, about in nodes),
         made("Cast", [nodes[-1][2]], ["float"], to=1),
         made("ReduceSum", ["float"], ["sum"], keepdims=0),
@@ -540,7 +553,7 @@ def graph_of(*nodes, **constants):
         made("Add", ["values", "sum"], ["added"]),
         made("LpNormalization", ["added"], ["embeddings"]),
     ]
-    held = {"first": [0], "last": [8], "last_axis": [1], **constants}.items()
+    held = {"first": [0], "last": [8], "last_axis": [1], "half": np.float32(0.5), **constants}.items()
     graph = onnx.helper.make_graph(
         nodes,
         "graph",
@@ -578,7 +591,7 @@ HOURS = {
         "known only when the graph runs",
     ),
     "unknown size": (graph_of(("NonZero", "images", "y", {})), "known only when the graph runs"),
-    "nodes": (graph_of(FILL, *chain("Relu", 1, 17_000), size=[1]), "it has 17008 nodes"),
+    "nodes": (graph_of(FILL, *chain("Relu", 1, 17_000), size=[1]), "it has 17009 nodes"),
     "operator sets": (TWO_SETS(graph_of(FILL, size=[1])), "of 2 operator sets"),
 }
 
@@ -605,7 +618,7 @@ def test_a_small_graph_with_computed_shapes_is_served(exported, tmp_path):
     )  # fmt: skip
     rewrite(folder, lambda _: data)
     image = np.random.default_rng(0).uniform(0, 1, (1, 3, 16, 16)).astype(np.float32)
-    expected = image.ravel()[:8] + 4 * image.mean()
+    expected = image.ravel()[:8] + 4 * 0.5
     found = plsc.export.open_model(folder).embed(image)
     np.testing.assert_allclose(found[0], expected / np.linalg.norm(expected), atol=1e-5)
 

@@ -29,7 +29,8 @@ def images(tmp_path_factory):
         for number in range(3):
             Image.effect_noise((8, 8), 50).save(root / name / f"{number}.jpg")
     paths = sorted(map(str, root.rglob("*.jpg")))
-    return open_images(root, [{"names": np.array(paths), "labels": LABELS, "embeddings": np.eye(ROWS)}])
+    columns = {"names": np.array(paths), "labels": LABELS, "embeddings": np.eye(ROWS)}
+    return open_images(root, [type("Embeddings", (dict,), {"folder": root})(columns)])
 
 
 def found(*subjects, width=1):

@@ -91,6 +91,11 @@ def test_a_file_that_was_replaced_after_it_was_indexed_is_not_opened(data):
     for one in (shards, pickle.loads(pickle.dumps(shards))):
         with pytest.raises(DataError, match="changed"):
             one[0].read_at(0, 1)
+    shards = Shards([str(data)])
+    assert shards[0].read_at(0, 1) == b"d"
+    data.write_bytes(b"g\nhh\niii\n")  # the same inode
+    with pytest.raises(DataError, match="changed"):
+        shards[0]
 
 
 def test_an_index_is_no_more_readable_than_its_data(data):

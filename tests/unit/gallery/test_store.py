@@ -295,8 +295,9 @@ def test_copies_have_the_same_readers_and_entries_with_names_are_private(tmp_pat
         copy_gallery(str(tmp_path / source), str(tmp_path / target))
         assert modes(target) == {mode & 0o644}
     assert (tmp_path / "c").stat().st_mode & 0o777 == {0o600: 0o700, 0o640: 0o750, 0o666: 0o755}[mode]
-    with pytest.raises(DataError, match="model"):  # after a blank, a store has something else
-        write_gallery(tmp_path / "blank", vectors(3), model="m1 mapped")
+    write_gallery(tmp_path / "blank", vectors(3), model="m1 mapped")
+    with pytest.raises(DataError, match="blanks"):  # after a blank, a store has something else
+        copy_gallery(str(tmp_path / "blank"), str(tmp_path / "blank.sqlite"))
 
 
 def umask():
