@@ -36,7 +36,7 @@ from measuring import read_lines
 
 import plsc.checkpoint.save
 import plsc.train.saving
-from plsc.checkpoint.manifest import checkpoints_in
+from plsc.checkpoint.manifest import checkpoints_in, rank_of_shard
 from plsc.checkpoint.remote import clean, verify
 from plsc.checkpoint.rollback import Journal
 from plsc.checkpoint.weights_file import WeightsFile, copy_complete
@@ -159,11 +159,11 @@ def newest_in(place: str, least: int, problems: list[str]) -> str | None:
 
 
 def differences(ours: str | None, theirs: str) -> list[str]:
-    """Return the files that differ between two checkpoints, by the checksums in their manifests."""
+    """Return our checkpoint if it differs from the other, by the checksums in their manifests."""
     if ours is None:
         return ["there is no checkpoint"]
-    # The names of files differ: the contents, of the ranks in order.
-    mine, other = ([*map(one.files.get, one.shards)] for one in map(verify, (ours, theirs)))
+    files = (verify(one).files.items() for one in (ours, theirs))
+    mine, other = (sorted((str(rank_of_shard(n)), i.bytes, i.crc32) for n, i in one) for one in files)
     return [] if mine == other else [ours]
 
 
