@@ -118,10 +118,15 @@ def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict
         text = without_mark(content, str(path)).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"the changes {path} are not text in UTF-8, or unreadable: {error}") from error
-    own = (listing.classes[label] for label in listing.labels.tolist())
-    owners = dict(zip(listing.paths, own, strict=True))
-    known, classes = (*listing.paths, *listing.classes), set(listing.classes)
-    written = {name_key(name): name for name in known} | {name: name for name in known}
+    owners = {
+        path: listing.classes[label]
+        for path, label in zip(listing.paths, listing.labels.tolist(), strict=True)
+    }
+    classes = set(listing.classes)
+    paths, own = (
+        {name_key(name): name for name in known} | {name: name for name in known}
+        for known in (listing.paths, listing.classes)
+    )
     lines: dict[tuple[str, str], int] = {}
     changes, rows = [], csv.reader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
     try:
@@ -131,7 +136,8 @@ def read_changes(path: str | Path, listing: Listing) -> tuple[list[Change], dict
         for row in rows:
             fields = dict(zip(columns, map(str.strip, row), strict=False))
             kind, *names = (fields.get(name, "") for name in _NEEDED)
-            image, of, to = (written.get(name, written.get(name_key(name), name)) for name in names)
+            forms = zip((paths, own, own), names, strict=True)
+            image, of, to = (known.get(name, known.get(name_key(name), name)) for known, name in forms)
             if any(fields.values()):
                 change = Change(kind, 0.0, image, of, to)
                 _check(change, owners, classes)

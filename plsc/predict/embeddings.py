@@ -87,6 +87,12 @@ def open_embeddings(
     return embeddings
 
 
+class NoColumn(DataError, KeyError):
+    """There is no column of this name, as after ``plsc predict --field`` of another output."""
+
+    __str__ = Exception.__str__
+
+
 class Embeddings:
     """The columns of a folder, by name; nothing is read before a column is indexed.
 
@@ -110,9 +116,9 @@ class Embeddings:
         return int(self.index["count"])
 
     def __getitem__(self, name: str) -> Column:
-        """Return a column. Raises KeyError if there is none of this name."""
+        """Return a column. Raises NoColumn, a KeyError, if there is none of this name."""
         if name not in self.index["columns"]:
-            raise KeyError(f"{name!r}; known: {', '.join(self.index['columns'])}")
+            raise NoColumn(f"{self.folder} has no {name!r}; known: {', '.join(self.index['columns'])}")
         return Column(self, name)
 
     def __iter__(self) -> Iterator[str]:

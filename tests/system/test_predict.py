@@ -227,6 +227,8 @@ def test_a_run_with_own_code_classifies_with_its_network_alone(trained, own, tmp
     name = f"{__name__}:Own"
     assert main(["predict", *flags, "--model.name", name, "--output", str(output)]) == 0
     assert np.array_equal(plsc.open_embeddings(output)["ids"][:], nearest)
+    with pytest.raises(DataError, match="embeddings"):
+        plsc.open_embeddings(output)["embeddings"]
     capsys.readouterr()
     assert main(["predict", *flags, "--model.name", name, "--output", str(tmp_path / "p.npz")]) == 0
     assert "wrote the predictions of" in capsys.readouterr().out  # not: the embeddings

@@ -3,13 +3,12 @@
 import json
 import logging
 import os
-import signal
 import sys
 
 import numpy as np
 import pytest
 
-from plsc.errors import OptionError, TrainingInterrupted
+from plsc.errors import OptionError
 from tests.system.small_entry import entry
 
 STEPS = 3  # per epoch: 10, 10 and 4 images
@@ -101,30 +100,6 @@ def test_any_folder_and_any_name_works(dataset, tmp_path, monkeypatch):
         ins.set_loggers(logger)
         ins.add_callback(lambda context: [context.log(name, 1.0) for name in names], "after_step")
         assert ins.train().epochs == 1
-
-
-class Broken(Exception):
-    pass
-
-
-def fail(context):
-    raise Broken
-
-
-def stop(context):
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def train_until(action, dataset, folder, *loggers):
-    """Train with a callback in the second step; return whether the run ended early."""
-    ins = entry(dataset, folder, set_train_batch_size=10, set_train_epochs=2)
-    ins.set_loggers(*loggers)
-    ins.add_callback(action, "after_step", every=2)
-    try:
-        ins.train()
-    except (Broken, TrainingInterrupted, KeyboardInterrupt):
-        return True
-    return False
 
 
 def test_a_users_logger_gets_all_entries_and_is_closed(dataset, tmp_path):
