@@ -101,6 +101,8 @@ def change_weight(mask: Image.Image, amount: float) -> Image.Image:
     width = 2 * round(max(mask.size) / 48) + 1
     padded = Image.new("L", (mask.width + 2 * width, mask.height + 2 * width))
     padded.paste(mask, (width, width))
+    if width == 1:  # a filter of one pixel divides by zero in Pillow 12.3
+        return padded
     if amount >= 0:
         other = padded.filter(ImageFilter.MaxFilter(width))
     else:

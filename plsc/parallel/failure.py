@@ -313,7 +313,7 @@ class StopSignal:
                     continue
                 if self._shows:
                     name = signal.Signals(number).name
-                    logger.info(f"{name}: stopping after this step; once more SIGINT: stop at once, unsaved")
+                    logger.info(f"{name}: stopping after this step; the next SIGINT stops at once, unsaved")
                 if not self._exited.wait(self._deadline_seconds):
                     logger.error(
                         "the current step did not end within %g s after %s; exiting without saving",
