@@ -25,16 +25,10 @@ from tests.distributed.launch import (
     of_torchrun,
     run_ranks,
 )
-from tests.images import write_dataset
 from tests.resuming import different, losses_of
 
 JOB = Path(__file__).with_name("job.py")
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
 
 
 @pytest.fixture(scope="module")
@@ -195,8 +189,7 @@ def node(ranks: int, port: int, is_host: bool, *args: object) -> list[str]:
     ]  # fmt: skip
 
 
-def test_an_elastic_job_resumes_when_a_node_joins_or_dies(tmp_path):
-    dataset = write_dataset(tmp_path / "set", classes=13, per_class=7)  # 23 steps per epoch
+def test_an_elastic_job_resumes_when_a_node_joins_or_dies(dataset, tmp_path):
     save_dir, port = tmp_path / "run", free_port()
     # Without the variable torch 2.15 does not send the rendezvous address to a node that joins later.
     changes = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

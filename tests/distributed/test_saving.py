@@ -26,7 +26,6 @@ from plsc.train import saving
 from tests.distributed.job import small_entry
 from tests.distributed.launch import Ranks, run_ranks
 from tests.distributed.test_interruption import wait_for
-from tests.images import write_dataset
 from tests.resuming import different
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -36,11 +35,6 @@ import kill
 JOB = Path(__file__).with_name("job.py")
 PASSWORD = "swordfish-7"
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
 
 
 def local_run(cache: Path) -> Path:

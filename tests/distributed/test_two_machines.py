@@ -16,7 +16,6 @@ import pytest
 
 from tests.distributed.launch import FORKING, ROOT, clean_environment, run_ranks
 from tests.distributed.test_interruption import JOB, steps_of, wait_for
-from tests.images import write_dataset
 from tests.resuming import different, losses_of
 
 pytestmark = [
@@ -98,11 +97,6 @@ def machines(tmp_path):
         first.connect()
         second.connect()
         yield first, second
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", classes=13, per_class=7)
 
 
 def start(machines, endpoint: str, *words: str):
