@@ -17,7 +17,7 @@ from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
-from plsc.errors import CheckpointError
+from plsc.errors import CheckpointError, refusing
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
 from plsc.models import BaseModel
@@ -97,7 +97,8 @@ def load_network(
         config = options.resolve(about["options"], "model")
         if not isinstance(custom, BaseModel) and names_code(config.model.name):
             config = replace(config, arguments=safe_arguments(about.get("arguments") or {}))
-        network = build_network(config, world, custom)
+        with refusing(f"the network of {folder} cannot be built"):  # its sizes are a stranger's
+            network = build_network(config, world, custom)
         check_file(folder, WEIGHTS_NAME, about.get("weights"))
         _load(network, read_tensors(folder / WEIGHTS_NAME), folder)
         return network.eval()
