@@ -24,7 +24,7 @@ from plsc.checkpoint.manifest import (
     read_manifest,
 )
 from plsc.checkpoint.save import check_replaceable, finish_folder
-from plsc.errors import CheckpointError, DataError, PlscError
+from plsc.errors import CheckpointError, DataError
 from plsc.machine import Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
@@ -188,7 +188,7 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
     try:
         on_every_rank(world, doing, fetch_share)
         on_every_rank(world, doing, finish)
-    except PlscError:  # another process fetched it into the same folder, and was faster
+    except CheckpointError:  # another process fetched it into the same folder, and was faster
         if not all(on_every_rank(world, doing, lambda: _is_fetched(target, manifest, run_id))):
             raise
     return target

@@ -315,9 +315,8 @@ def is_folder(target: str) -> bool:
 def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnyStore:
     """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
     if not is_postgres(place):
-        if (
-            is_folder(place) and not Path(place).is_file()
-        ):  # libpq's "host=db password=..." would be a file, whose name is logged
+        # libpq's "host=db password=..." would be a file, whose name is logged.
+        if is_folder(place) and not Path(place).is_file():
             raise OptionError("a store is a file named *.sqlite or a postgresql:// URL; expected one of them")
         return Store(Path(place), model, size)
     from plsc.gallery.postgres import PostgresStore
