@@ -1,30 +1,43 @@
-"""Plots of evaluation protocols and of training metrics, without matplotlib's global state.
+"""Plots of evaluation protocols, without a backend for the whole process.
 
 Every function that writes a file raises DataError if it cannot be written.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
-from plsc.errors import DataError
 from plsc.evaluate.curves import area_under, roc_curve
 from plsc.storage.disk import replacing
 
-INK = "#333333"
-FAINT = "#D9D9D9"
+STYLE: Any = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#808080",
+    "axes.labelcolor": "#333333",
+    "axes.labelsize": 10,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "grid.color": "#D9D9D9",
+    "grid.linewidth": 0.6,
+    **{f"{axis}tick.color": "#808080" for axis in "xy"},
+    **{f"{axis}tick.labelcolor": "#333333" for axis in "xy"},
+    **{f"{axis}tick.labelsize": 9 for axis in "xy"},
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.labelcolor": "#333333",
+    "savefig.dpi": 160,
+    "savefig.facecolor": "white",
+}
+"""matplotlib's settings of our plots; those of the process come back after each."""
 
 
 def plot_roc(curves: Mapping[str, tuple[np.ndarray, np.ndarray]], path: str | os.PathLike[str]) -> None:
@@ -68,91 +81,14 @@ def plot_rates(
         axes.grid(True, which="minor", axis="x", color="#EFEFEF", linewidth=0.4)
 
 
-def plot_metrics(metrics_jsonl: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Plot mean loss and learning rate over the steps.
-
-    The file has one JSON object per line, such as ``{"step": .., "mean_loss": .., "lr": ..}`` (or ``loss``,
-    of a single batch). Incomplete lines (of a killed run) are ignored. If a resumed run repeats steps, the
-    later line is used.
-
-    Raises:
-        DataError: the file has no loss yet, or the plot cannot be written.
-    """
-    series = _read_metrics(Path(metrics_jsonl))
-    figure = new_figure(6.4, 4.2)
-    panels = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (2, 1)})
-    for axes, key, label in zip(panels, ("loss", "lr"), ("Mean loss", "Learning rate"), strict=True):
-        style_axes(axes)
-        points = sorted(series.get(key, {}).items())
-        marker = "o" if len(points) == 1 else None
-        axes.plot([x for x, _ in points], [y for _, y in points], color=INK, linewidth=1.4, marker=marker)
-        axes.set_ylabel(label)
-    panels[-1].set_ylim(0, None)
-    panels[-1].set_xlabel("Step")
-    panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
-    figure.set_layout_engine("tight", h_pad=0.6)
-    figure.align_ylabels(panels)
-    save_png(figure, path)
-
-
-_Points = dict[int, float]  # step -> value
-
-
-def _read_metrics(path: Path) -> dict[str, _Points]:
-    series: dict[str, _Points] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            # A killed run leaves an incomplete line; other files have anything.
-            with suppress(ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-                record = json.loads(line)
-                step = int(record["step"])
-                for key in ("loss", "lr"):
-                    value = record.get(f"mean_{key}", record.get(key))
-                    if value is not None and math.isfinite(value):
-                        series.setdefault(key, {})[step] = value
-    if "loss" not in series:
-        raise DataError(f"{path} has no loss to plot; expected one JSON object per line, with step and loss")
-    return series
-
-
 @contextmanager
 def _one_plot(path: str | os.PathLike[str]) -> Iterator[Axes]:
-    """Yield the axes of a figure, which gets a legend and is written as PNG at the end."""
-    figure = new_figure(5.6, 4.2)
-    axes = figure.add_subplot()
-    style_axes(axes)
-    yield axes
-    add_legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.01), fontsize=9)
-    figure.set_layout_engine("tight")
-    save_png(figure, path)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty white figure of ``width`` x ``height`` inches with the Agg backend."""
-    figure = Figure(figsize=(width, height), facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def style_axes(axes: Axes) -> None:
-    """Add a light grid, and hide the top and right spines."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#808080")
-    axes.tick_params(which="both", color="#808080", labelcolor=INK, labelsize=9)
-    axes.xaxis.label.set(color=INK, size=10)
-    axes.yaxis.label.set(color=INK, size=10)
-    axes.grid(True, color=FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-def add_legend(axes: Axes, **placement: Any) -> None:
-    """Add a frameless legend without TeX parsing of the labels."""
-    legend = axes.legend(frameon=False, labelcolor=INK, **placement)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-
-
-def save_png(figure: Figure, path: str | os.PathLike[str], dpi: int = 160) -> None:
-    """Write ``figure`` as PNG, atomically."""
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=dpi)
+    """Yield the axes of a figure, which gets a legend and is written as PNG, atomically, at the end."""
+    with matplotlib.rc_context(STYLE), replacing(path) as temporary:
+        figure = Figure((5.6, 4.2), layout="tight")
+        axes = figure.add_subplot()
+        yield axes
+        legend = axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.01))
+        for text in legend.get_texts():  # names may look like TeX
+            text.set_parse_math(False)
+        figure.savefig(temporary, format="png")

@@ -233,19 +233,23 @@ class JsonLines:
 
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / METRICS_NAME
-        _drop_later_lines(self.path, step)
+        self._points: dict[int, tuple[float, float]] = {}
+        for entry in _drop_later_lines(self.path, step):
+            self._add(entry)
         self._file = open_regular(self.path, mode="ab")
-        self._has_loss = False
 
     def write(self, entry: dict[str, Any]) -> None:
         """Write a line."""
         self._file.write(f"{json.dumps(entry)}\n".encode())
         self._file.flush()
-        self._has_loss |= entry.get("mean_loss") is not None
-        if "loss_epoch" in entry and self._has_loss:
-            from plsc.evaluate.plots import plot_metrics  # importing matplotlib takes a third of a second
+        self._add(entry)
+        if "loss_epoch" in entry and self._points:
+            plot_losses(self._points, self.path.with_name(PLOT_NAME))
 
-            plot_metrics(self.path, self.path.with_name(PLOT_NAME))
+    def _add(self, entry: dict[str, Any]) -> None:
+        loss, rate = [entry.get(key, math.nan) for key in ("mean_loss", "lr")]
+        if is_finite_number(loss) and is_finite_number(rate):
+            self._points[entry["step"]] = loss, rate
 
     def close(self) -> None:
         """Close the file."""
@@ -278,9 +282,9 @@ LOGGERS: dict[str, Callable[[Path, int], Logger]] = {
 """The loggers by name; called with the folder of the run, and the step that it resumes (0: from scratch)."""
 
 
-def _drop_later_lines(path: Path, step: int) -> None:
-    """Remove lines that an earlier attempt wrote after `step`, and incomplete lines."""
-    kept, text = [], ""
+def _drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """Remove lines that an earlier attempt wrote after `step`, and incomplete lines; return the others."""
+    kept, entries, text = [], [], ""
     with suppress(FileNotFoundError):
         text = read_regular(path, _MOST_BYTES, path.parent).decode(errors="replace")
     for line in text.splitlines():
@@ -290,8 +294,33 @@ def _drop_later_lines(path: Path, step: int) -> None:
             continue
         if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
             kept.append(line + "\n")
+            entries.append(entry)
     with replacing(path) as temporary:
         temporary.write_text("".join(kept), encoding="utf-8")
+    return entries
+
+
+def plot_losses(points: Mapping[int, tuple[float, float]], path: Path) -> None:
+    """Plot ``{step: (mean loss, learning rate)}``. Raises DataError if the file cannot be written."""
+    from matplotlib import rc_context  # takes a third of a second
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    from plsc.evaluate.plots import STYLE
+
+    steps = sorted(points)
+    with rc_context(STYLE), replacing(path) as temporary:
+        figure = Figure((6.4, 4.2), layout="tight")
+        panels = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (2, 1)})
+        for column, label in enumerate(("Mean loss", "Learning rate")):
+            values = [points[step][column] for step in steps]
+            panels[column].plot(steps, values, color="#333333", marker="o" if len(steps) == 1 else None)
+            panels[column].set_ylabel(label)
+        panels[-1].set_ylim(0, None)
+        panels[-1].set_xlabel("Step")
+        panels[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+        figure.align_ylabels(panels)
+        figure.savefig(temporary, format="png")
 
 
 _ACCURACIES = ("accuracy", "accuracy_top5")

@@ -14,8 +14,8 @@ from torch import nn
 import plsc
 from plsc import Entry
 from plsc.errors import CheckpointError
-from plsc.evaluate import plots
 from plsc.models.base_model import BaseModel
+from plsc.train import log
 from plsc.utils import jpeg_reader
 from tests.images import write_dataset, write_pair_file
 from tests.system import small_entry
@@ -57,7 +57,7 @@ def metrics_of(save_dir):
 
 
 def test_training_writes_what_the_guide_says_and_returns_it(dataset, tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "plot_metrics", drawing)
+    monkeypatch.setattr(log, "plot_losses", drawing)
     save_dir, network = tmp_path / "run", Plain()
     ins = entry(dataset, save_dir, set_calc_acc=True, set_log_period=1, set_test_period=2)
     ins.set_model(network)

@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
@@ -7,7 +5,7 @@ from PIL import Image
 
 from plsc.errors import DataError
 from plsc.evaluate import plots
-from plsc.evaluate.plots import plot_metrics, plot_roc
+from plsc.evaluate.plots import plot_roc
 
 
 def assert_picture(path):
@@ -52,39 +50,12 @@ def test_roc_supports_any_name_and_many_curves(tmp_path):
     assert_picture(tmp_path / "roc.png")
 
 
-def test_incomplete_and_unexpected_metrics_lines_are_ignored(tmp_path, drawn):
-    lines = [
-        json.dumps({"step": 1, "loss": 9.0, "lr": 0.1}),
-        "",
-        "[1, 2]",
-        '{"step": "two", "loss": 1}',
-        '{"step": 2, "loss": NaN, "lr": 0.1}',
-        '{"step": 3, "loss": 1' + "0" * 400 + "}",
-        "[" * 100_000,
-        json.dumps({"step": 4, "loss": 5.0, "lr": 0.2}),
-        json.dumps({"step": 5, "eval": {"lfw": {"accuracy": 0.8}}}),
-        json.dumps({"step": 4, "loss": 6.0}),
-        '{"step": 6, "lo',
-    ]
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes("\n".join(lines).encode() + b"\xff")
-    plot_metrics(path, tmp_path / "loss.png")
-    values = [(x.tolist(), y.tolist()) for _, x, y in drawn]
-    assert values == [
-        ([1, 4], [9.0, 6.0]),  # for a repeated step the later line is used
-        ([1, 2, 4], [0.1, 0.1, 0.2]),
-    ]
-    assert_picture(tmp_path / "loss.png")
-
-
 def test_what_cannot_be_drawn_is_an_error(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lr": 0.1}\n')
     pair = (np.ones(2), np.arange(2) > 0)
-    for draw, message in (
-        (lambda: plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "out.png"), "loss"),
-        (lambda: plot_roc({"net": (np.ones(3), np.ones(3, bool))}, tmp_path / "out.png"), "only same"),
-        (lambda: plot_roc({"net": pair}, tmp_path / "missing" / "out.png"), "cannot write"),
+    for curve, path, message in (
+        ((np.ones(3), np.ones(3, bool)), tmp_path / "out.png", "only same"),
+        (pair, tmp_path / "missing" / "out.png", "cannot write"),
     ):
         with pytest.raises(DataError, match=message):
-            draw()
+            plot_roc({"net": curve}, path)
     assert not (tmp_path / "out.png").exists()

@@ -2,14 +2,18 @@
 
 import json
 import logging
+import math
 import os
 import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from plsc.errors import OptionError
+from plsc.train import log
 from tests.system.small_entry import entry
+from tests.undrawn import drawing
 
 STEPS = 3  # per epoch: 10, 10 and 4 images
 
@@ -76,6 +80,23 @@ def test_a_run_that_resumes_within_an_epoch_has_the_same_loss_of_the_epoch(datas
     )
     assert parts[0] == first
     assert parts[-1] == last
+
+
+def test_a_continued_file_loses_later_and_damaged_lines_and_its_steps_are_drawn(tmp_path, monkeypatch):
+    drawn, path = [], tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(log, "plot_losses", lambda points, path: drawn.append(points))
+    whole = [{"step": 1, "mean_loss": 9.0, "lr": 0.1}, {"step": 3, "eval": {}}]
+    whole += [{"step": 2, "mean_loss": math.nan, "lr": 0.1}, {"step": 4, "mean_loss": 10**400, "lr": 0.1}]
+    damaged = ["", "[1, 2]", '{"step": "two"}', "[" * 100_000, '{"step": 5}', '{"step": 4, "lo']
+    path.write_bytes("\n".join([*map(json.dumps, whole), *damaged]).encode() + b"\xff")
+    lines = log.JsonLines(tmp_path, 4)
+    lines.write({"step": 5, "mean_loss": 5.0, "lr": 0.2})
+    lines.write({"step": 6, "mean_loss": 5.0, "lr": 0.2, "loss_epoch": 5.0})
+    assert drawn == [{1: (9.0, 0.1), 5: (5.0, 0.2), 6: (5.0, 0.2)}]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3, 2, 4, 5, 6]
+    drawing(drawn[0], tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as image:
+        assert len(image.convert("RGB").getcolors(10**5)) > 10
 
 
 def test_tensorboard_shows_scalars_and_each_step_once(dataset, tmp_path):
