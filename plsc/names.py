@@ -23,7 +23,7 @@ NETWORKS = (
     "IResNet18", "IResNet34", "IResNet50", "IResNet100", "IResNet200",
     "SmallResNet",
 )  # fmt: skip
-"""Of plsc/models/__init__.py."""
+"""Of plsc/models/resnet.py."""
 
 MARGINS = (
     "softmax", "arcface", "cosface", "sphereface", "combined", "adaface", "magface", "curricularface",
@@ -85,16 +85,6 @@ def name_of(function: Callable[..., Any]) -> str:
     inner = getattr(function, "func", function)
     named = inner if hasattr(inner, "__qualname__") else type(inner)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def names_code(name: object) -> bool:
-    """Return whether the value of an option is the name of code to import, ``package.module:name``."""
-    return isinstance(name, str) and ":" in name[1:]
-
-
-def importable(reference: str) -> str:
-    """Return the ``module:name`` to advise: code in the training script has to be moved to a module first."""
-    return reference.replace("__main__:", "MODULE:", 1)
 
 
 def load_function(reference: str, option: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The base class of backbones, and functions for any: dry run, initialisation rules, freezing, buffers."""
+"""The base class of backbones, networks by name, and functions for any: dry run, initialisation, freezing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from plsc.errors import OptionError, refusing, suggest
-from plsc.names import find_parameters
+from plsc.names import DEFAULT_NECK, find_parameters, load_function
 from plsc.seeds import hash_key
 from plsc.values import Input, check_example, map_tensors
 
@@ -301,6 +301,62 @@ def _is_plain(value: Any, strings: re.Pattern[str]) -> bool:
     if isinstance(value, str):
         return strings.fullmatch(value) is not None
     return value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+NETWORKS: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {}
+"""The built-in networks by name: the class and its own arguments. The files of this folder add theirs."""
+LIBRARIES: dict[str, Callable[..., BaseModel]] = {}
+"""Builders of the networks of other libraries, ``<library>/<name>``: see `plsc/models/libraries.py`."""
+
+
+def build_model(
+    name: str | type[BaseModel],
+    emb_size: int = 512,
+    image_shape: Sequence[int] = (3, 112, 112),
+    dropout: float = 0.4,
+    neck: str = DEFAULT_NECK,
+    arguments: Mapping[str, Any] | None = None,
+) -> BaseModel:
+    """Return the network of that name, with newly initialised weights.
+
+    name: one of NETWORKS, ``torchvision/<name>``, ``timm/<name>``, ``package.module:Class``, or that class.
+    arguments: further constructor arguments of that class.
+
+    Raises:
+        OptionError: unknown name, or options that the network does not support.
+    """
+    options = {"emb_size": emb_size, "image_shape": tuple(image_shape), "dropout": dropout, "neck": neck}
+    library, _, inner = str(name).partition("/")
+    if library in LIBRARIES:
+        return LIBRARIES[library](inner, **options)
+    if name in NETWORKS:
+        made, own = NETWORKS[name]
+        return made(**own, **options)
+    return load_custom(name, **{**options, **(arguments or {})})
+
+
+def load_custom(reference: str | type[BaseModel], **options: object) -> BaseModel:
+    """Import ``package.module:Class`` unless it is the class, and return an instance; runs the user's code.
+
+    options: passed to __init__ if it has parameters of these names.
+
+    Raises:
+        OptionError: no such module or class, no subclass of `BaseModel`, or its __init__ fails.
+    """
+    chosen: Any = reference
+    if isinstance(reference, str):
+        if ":" not in reference:
+            raise OptionError(f"unknown model {reference!r}; {suggest(reference, NETWORKS)}")
+        chosen = load_function(reference, "model.name")
+    if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):
+        raise OptionError(
+            f"model.name is {reference!r}, which is not a network; expected a subclass of "
+            "plsc.models.base_model.BaseModel"
+        )
+    accepted = inspect.signature(chosen).parameters
+    advice = f"its __init__ can have the parameters {', '.join(options)}"
+    with refusing(f"cannot create model {reference!r}", f"{advice}; or pass an instance to set_model"):
+        return chosen(**{name: value for name, value in options.items() if name in accepted})
 
 
 RULES = (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from plsc.errors import OptionError
-from plsc.models.base_model import BaseModel
+from plsc.models.base_model import NETWORKS, BaseModel
 from plsc.names import DEFAULT_NECK
 
 BATCH_NORM_EPS = 2e-5
@@ -347,6 +347,11 @@ def count_cells(image_shape: Sequence[int]) -> int:
             f"and sides that are multiples of {DOWNSAMPLING}, such as (3, 112, 112)"
         )
     return math.prod(image_shape[1:]) // DOWNSAMPLING**2
+
+
+NETWORKS |= {f"ResNet{depth}": (ResNet, {"depth": depth}) for depth in DEPTHS}
+NETWORKS |= {f"IResNet{depth}": (IResNet, {"depth": depth}) for depth in IRESNET_BLOCKS}
+NETWORKS["SmallResNet"] = SmallResNet, {}
 
 
 _PIECE = 2**17  # elements per piece, so that intermediate results fit into the cache of a core

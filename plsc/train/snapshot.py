@@ -37,11 +37,10 @@ from plsc.checkpoint.manifest import (
     parse_manifest,
 )
 from plsc.checkpoint.save import class_name_tensors, info_of
-from plsc.config.option import is_finite_number
+from plsc.config.option import is_finite_number, names_code
 from plsc.errors import CheckpointError
 from plsc.heads import Head, RowOptimizer
 from plsc.models.base_model import constructor_arguments
-from plsc.names import names_code
 from plsc.optim import (
     FULL_RATE,
     ExpectedStates,

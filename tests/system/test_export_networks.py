@@ -13,7 +13,8 @@ from plsc.checkpoint.manifest import HeadInfo
 from plsc.config import Options
 from plsc.export.folder import write_about, write_weights
 from plsc.export.graph import as_served, write_graph
-from plsc.models import Adapter, BaseModel, build_model, resnet
+from plsc.models import BaseModel, build_model, resnet
+from plsc.models.libraries import Adapter
 from plsc.predict.exporter import compare, load_graph
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="plsc-torch[export] is not installed")

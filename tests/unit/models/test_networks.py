@@ -11,7 +11,7 @@ from torch import nn
 from torchvision import models
 
 from plsc.errors import OptionError
-from plsc.models import NETWORKS, build_model, check_model, load_custom
+from plsc.models.base_model import NETWORKS, build_model, check_model, load_custom
 from plsc.models.resnet import IRESNET_BLOCKS, ResNet, initialise
 from tests.unit.checkpoint.external_files import random_network
 
