@@ -34,8 +34,8 @@ from plsc.storage.blocks import (
     Bytes,
     Fingerprint,
     LocalBytes,
+    RemoteBytes,
     fingerprint_of,
-    open_bytes,
     streamed,
     text_lines,
 )
@@ -233,10 +233,11 @@ class Shards:
         with self._lock:
             found = self._open.get(shard)
             if found is None:
-                location, data_dir = self.locations[shard], self._data_dir
+                location, data_dir, known = self.locations[shard], self._data_dir, self.fingerprints[shard]
                 folder = None if data_dir is None else folder_of(location, data_dir)
-                found = open_bytes(location, folder)
-                if found.fingerprint != self.fingerprints[shard]:
+                # A remote file is looked up with each block.
+                found = RemoteBytes(location, known) if is_url(location) else LocalBytes(location, folder)
+                if found.fingerprint != known:
                     raise DataError(f"{shown(location)} changed while in use; start again")
                 self._open[shard] = found
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
