@@ -215,7 +215,7 @@ def record_failure(error: BaseException) -> bool:
 
 
 _SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib reduces two slashes to one
-_CHAIN = re.compile(r"(::)(?=[a-z][a-z0-9+.-]*(?:::|:/))", re.IGNORECASE)
+_CHAIN = re.compile(r"(::)(?=(?:[a-z][a-z0-9+.-]*::){0,9}[a-z][a-z0-9+.-]*:/)", re.IGNORECASE)
 # A '?' may be a wildcard, but not before name=, nor in HTTP URLs.
 _QUERY = re.compile(r"(https?:/[^?]*\?|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
@@ -227,6 +227,9 @@ _USER = re.compile(rf"({_START})(?:[^@:/?#]*@(?![^/?#]*@)|.*@|[^@/]*(?=[?#]\*\*\
 _BLANKS = re.compile(
     rf"({_SCHEME})[^@/\s:\[]*:(?!:|\d{{0,5}}[\s/])[^@\s?#]{{0,99}}[^\S\n][^@\n]{{0,99}}@", re.IGNORECASE
 )
+_END_OF_HOST = re.compile(r"[/?#]|::(?![\w:.%]{0,60}\])")  # '::' is also in an IPv6 address
+_PORTS = re.compile(r"(?:(?:\[[^\]]*\]|[^:]*)(?::\d{0,5})?(?:,|$))*")  # PostgreSQL takes several hosts
+_NO_PORTS = re.compile(r"(?:arn:.*|[^:]*)", re.IGNORECASE)  # access points of S3 are named arn:...
 _LONGEST_URL = 4096
 _USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")
 
@@ -257,11 +260,16 @@ def _redacted(text: str, by_client: bool = False) -> str:
 def has_open_secret(url: str) -> bool:
     """Return whether messages could not tell where the user name and password of a URL end.
 
-    They contain a blank, '/', '?' or '#' before their '@'; in one of the URLs, for a chain.
+    A password is before the last '@' of the host's part, without a blank or '::', and no other '@' follows
+    that part; what follows a ':' without an '@' is a port. In a chain, that holds for each URL.
     """
     for part in _CHAIN.split(url):
-        secret = part.partition("://")[2].rpartition("@")[0]  # or up to an '@' in the path
-        if re.search(r"^[^@]*[/?#]|^[^/?#]*\s", secret) and re.match(_START, part, re.IGNORECASE):
+        scheme, _, rest = part.partition("://")
+        place = _END_OF_HOST.split(rest, maxsplit=1)[0]
+        _, at, hosts = place.rpartition("@")
+        ports = _NO_PORTS if scheme.lower() in ("s3", "s3a", "s3n") else _PORTS
+        has_more = at and ":" in place and "@" in rest[len(place) :]
+        if has_more or re.search(r"\s", place) or not ports.fullmatch(hosts):
             return True
     return False
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from plsc.data.native import crc32
 from plsc.errors import CheckpointError, DataError
-from plsc.storage.disk import MANIFEST_NAME, FileName, open_regular, read_record
+from plsc.storage.disk import MANIFEST_NAME, open_regular, read_record
 from plsc.storage.store import Store
 from plsc.storage.urls import shown
 
@@ -111,6 +111,7 @@ class HeadInfo:
 
 
 _Heads = TypedDict("_Heads", {"": HeadInfo})
+_DATA_NAME = r"(?#a plain file name)(?!\.\.?$)[0-9A-Za-z_.-]+"  # a server would decode or cut others
 
 
 class LossScale(TypedDict):
@@ -164,7 +165,7 @@ class Manifest:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     scalars: Annotated[dict[str, Any], Scalars] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    files: dict[FileName, FileInfo] = field(default_factory=dict)
+    files: dict[Annotated[str, _DATA_NAME], FileInfo] = field(default_factory=dict)
     lineage: list[dict[str, Any]] = field(default_factory=list)
     run_id: str = ""
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -181,9 +182,16 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
 
     def finish() -> None:
         if index == 0:
-            for unknown in {path.name for path in work.iterdir()} - set(manifest.files):
-                (work / unknown).unlink()
-            finish_folder(Store(target.parent), work.name, target.name, manifest, run_id)
+            # Another process may be writing into `work`: only what was checked is published.
+            whole = target.with_name(hidden_name(target.name))
+            whole.mkdir()
+            try:
+                for name in manifest.files:
+                    (work / name).replace(whole / name)
+                finish_folder(Store(target.parent), whole.name, target.name, manifest, run_id)
+            finally:
+                shutil.rmtree(whole, ignore_errors=True)
+            shutil.rmtree(work, ignore_errors=True)
 
     try:
         on_every_rank(world, doing, fetch_share)

@@ -310,7 +310,10 @@ def prune(
         for name, manifest in own
         if name not in stay
         and not store.is_link(name)
-        and manifest.files.keys() | {MANIFEST_NAME} >= set(store.names(name))
+        and all(
+            file in (MANIFEST_NAME, *manifest.files) or rank_of_shard(file) is not None  # of a killed save
+            for file in store.names(name)
+        )
     ]
     best = next(iter(retention.ranking([one for one in own if one[0] not in doomed])), None)
     write_best(store, retention.monitor, best)  # before: after a kill, it names nothing that is deleted

@@ -231,7 +231,7 @@ def _find_network(endpoint: str) -> tuple[str, str | None]:
     """
     host, _, port = endpoint.rpartition(":")
     mine, there = _route(host)
-    is_here = mine == there or mine.startswith("127.")
+    is_here = mine != "" and (mine == there or mine.startswith("127."))
     if mine.startswith("127."):
         mine, _ = _route("203.0.113.1")  # outside: the default route
     for _, name in socket.if_nameindex():

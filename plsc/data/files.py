@@ -233,10 +233,8 @@ class Shards:
             if found is None:
                 location, data_dir, known = self.locations[shard], self._data_dir, self.fingerprints[shard]
                 folder = None if data_dir is None else folder_of(location, data_dir)
-                # A remote file is looked up with each block.
-                found = RemoteBytes(location, known) if is_url(location) else LocalBytes(location, folder)
-                if found.fingerprint != known:
-                    raise DataError(f"{shown(location)} changed while in use; start again")
+                is_remote = is_url(location)  # then each block looks whether it has changed
+                found = RemoteBytes(location, known) if is_remote else LocalBytes(location, folder, known)
                 self._open[shard] = found
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
                     self._open.popitem(last=False)

@@ -100,7 +100,7 @@ class PostgresStore:
             encoding = connection.info.parameter_status("server_encoding")
             if encoding != "UTF8":  # one name that it lacks would fail the enrolments of all who wait
                 raise StoreError(f"{self.path} has the encoding {encoding}; expected UTF8")
-            [[found]] = connection.execute("SELECT pg_catalog.current_schemas(false)::text[]")
+            [[found]] = connection.execute("SELECT pg_catalog.current_schemas(false)::pg_catalog.text[]")
             schemas = found or ["public"]
             connection.execute(_SAFE)
             self._pgvector = _find_extension(connection, self.path)[0]

@@ -32,7 +32,7 @@ _LOCKS = 16
 
 # fsspec clients' names for what changes with the content, the most reliable first.
 _VERSION_KEYS = (
-    *("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified"),
+    *("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified"),
     *("modificationTime", "modification_time", "modified", "created"),
 )
 
@@ -75,13 +75,13 @@ class LocalBytes:
     """A local file, read with pread: threads share no file position and do not wait for each other.
 
     It is not memory-mapped: if another process truncated the file, reading the map would kill this process.
+    fingerprint: that of before; DataError if the file was changed since.
     """
 
-    def __init__(self, path: str | Path, folder: AnyPath | None = None) -> None:
+    def __init__(
+        self, path: str | Path, folder: AnyPath | None = None, fingerprint: Fingerprint | None = None
+    ) -> None:
         self.location = str(path)
-        self._open(folder)
-
-    def _open(self, folder: AnyPath | None = None) -> None:
         try:
             with open_regular(self.location, folder, buffering=0) as file:
                 self._descriptor = os.dup(file.fileno())
@@ -93,14 +93,16 @@ class LocalBytes:
             raise DataError(f"{self.location} {reason}") from error
         status = os.fstat(self._descriptor)
         self.size = status.st_size
-        self._stamp = status.st_size, status.st_mtime_ns  # a backup may change the time of change
         # Tools that unpack or copy set the modification time; nothing sets the time of the last change.
-        self.fingerprint = Fingerprint(self.size, f"{status.st_mtime_ns}-{status.st_ctime_ns}")
+        found = Fingerprint(self.size, f"{status.st_mtime_ns}-{status.st_ctime_ns}")
+        self.fingerprint = fingerprint or found
+        self.check()
 
     def check(self) -> None:
-        """Raise DataError if the file was overwritten since it was opened."""
+        """Raise DataError if the file was overwritten since `fingerprint` was taken."""
         status = os.fstat(self._descriptor)
-        if (status.st_size, status.st_mtime_ns) != self._stamp:
+        modified = self.fingerprint.version.partition("-")[0]  # a backup may change the time of change
+        if (status.st_size, str(status.st_mtime_ns)) != (self.fingerprint.size, modified):
             raise DataError(f"{self.location} changed while in use; start again")
 
     def read_at(self, offset: int, length: int) -> bytes:
@@ -133,10 +135,7 @@ class LocalBytes:
         return {"location": self.location, "fingerprint": self.fingerprint}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.location = state["location"]
-        self._open()
-        if self.fingerprint != state["fingerprint"]:
-            raise DataError(f"{self.location} changed while in use; start again")
+        self.__init__(state["location"], None, state["fingerprint"])  # type: ignore[misc]
 
 
 class RemoteBytes:

@@ -359,11 +359,14 @@ def staged(url: str, open_store: Callable[[str], Store], names: Sequence[str]) -
                     store.delete(old)  # left by a killed run
             store.make_folder(mark)
         yield url if is_direct else store.child(mark)
-        if missing := set(names).difference(store.names("" if is_direct else mark)):
+        inside = set(store.names("" if is_direct else mark))
+        if missing := set(names) - inside:
             raise DataError(f"{shown(url)}: another process has removed {min(missing)}; try again")
         if is_direct:
             store.delete(mark)
         else:
+            for left in inside.difference(names):  # of an attempt that was killed
+                store.delete(f"{mark}/{left}")
             store.rename(mark, name)
     except BaseException:
         with contextlib.suppress(Exception):

@@ -31,7 +31,7 @@ from plsc.version import install
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
-_BLANK = re.compile(r"[?#][^/?#]*=.*\s")
+_QUERY = re.compile(r"[?#][^/?#]*=")
 _NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, without its last two slashes
 # Their rename copies every byte and is not atomic; the same holds for folders of "memory".
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "r2", "memory"}
@@ -101,14 +101,15 @@ _EXTRAS = {"hdfs": "hdfs", "s3": "s3", "s3a": "s3", "gs": "gcsfs", "gcs": "gcsfs
 def is_url(location: object) -> bool:
     """Return whether this is an fsspec URL such as ``s3://bucket/data``, not a local path.
 
-    Raises DataError for one with a blank, '/', '?' or '#' in its user or password, or a blank in its query:
-    messages could not tell where a secret ends.
+    Raises DataError for one of which messages could not tell where its password or query ends.
     """
     if not isinstance(location, str) or _SCHEME.match(location) is None:
         return False
-    if _BLANK.search(location) or has_open_secret(location):
+    query = _QUERY.search(location)
+    if (query and re.search(r"\s", location[query.end() :])) or has_open_secret(location):
         raise DataError(
-            "a URL has a blank, '/', '?' or '#' in its user, password or query; write %20, %2F, %3F or %23"
+            "a URL has a password without a host, or a blank, '/', '?', '#', '@' or '::' where it could end; "
+            "write %20, %2F, %3F, %23, %40 or %3A%3A"
         )
     return True
 
@@ -291,6 +292,9 @@ def place_of(folder: str, name: str) -> str:
     return name if is_url(name) else join(folder, name)
 
 
+_MISSING = (403, 404, 410)  # S3 says 403 of a missing object to who may not list
+
+
 def info_of(filesystem: Any, path: str) -> dict[str, Any]:
     """Return what ``info`` does; fsspec's HTTP client says that a file is missing when a server fails."""
     try:
@@ -298,7 +302,7 @@ def info_of(filesystem: Any, path: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         cause, is_http = error.__cause__, "http" in filesystem.protocol
         is_missing = cause is None or isinstance(cause, FileNotFoundError)
-        if is_http and not is_missing and getattr(cause, "status", 500) >= 500:
+        if is_http and not is_missing and getattr(cause, "status", 500) not in _MISSING:
             raise cause from None  # type: ignore[misc]
         raise
     return found

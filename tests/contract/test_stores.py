@@ -115,6 +115,7 @@ def test_a_checkpoint_is_uploaded_fetched_and_replaced_atomically(url, tmp_path)
     send(save(tmp_path, "1", 1), store)
     send(save(tmp_path, "2", 2, loss=0.5), store)
     assert [name for name, _ in checkpoints_in(store)] == ["1", "2"]
+    (folder_for("checkpoints", f"{url}/2").parent / ".fetching-2/0").mkdir(parents=True)  # of another process
     first = fetch(f"{url}/2", WORLD)
     assert first == folder_for("checkpoints", f"{url}/2")
     assert load_weights(first)["w"].tolist() == [2.0] * 3
@@ -339,6 +340,7 @@ def test_a_folder_is_not_moved_into_one_that_another_process_has_published(tmp_p
             Path(late, "late").touch()
             with staged(place, Store, ["early"]) as early:
                 Path(early, "early").touch()
+                Path(early, ".saving-early-0123abcd").touch()  # of an attempt that was killed
 
     with pytest.raises(DataError, match="out"):
         publish_late()

@@ -226,9 +226,9 @@ class RowGroups:
         return _checked_rows(column, file.metadata.row_group(number).num_rows)
 
     def _open(self, shard: int) -> pq.ParquetFile:
-        found = self._files.get(shard)
+        found, data = self._files.get(shard), self.shards[shard]  # which checks that it has not changed
         if found is None:
-            source = pa.PythonFile(BytesFile(self.shards[shard]), mode="r")
+            source = pa.PythonFile(BytesFile(data), mode="r")
             found = self._files[shard] = pq.ParquetFile(
                 source,
                 pre_buffer=False,

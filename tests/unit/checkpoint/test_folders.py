@@ -183,5 +183,6 @@ def test_a_folder_with_other_files_is_kept(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, str(step), step)
     (tmp_path / "1/model").mkdir()
+    (tmp_path / "2/shard-00000-0123abcd.safetensors").touch()  # of a save that was killed
     prune(Store(tmp_path), Retention(1))
     assert names(tmp_path) == ["1", "3"]

@@ -77,6 +77,7 @@ def test_a_folder_without_a_manifest_and_one_whose_manifest_is_a_pipe_or_huge_is
         ("tensors", {"w": {"shape": [-1], "dtype": "f", "sharded": True}}, "shape"),
         ("tensors", {"w": {"shape": [1], "dtype": "quint8"}}, "dtype"),
         ("files", {"..": {"bytes": 1, "crc32": 1}}, "file name"),
+        ("files", {"..%2fx?a": {"bytes": 1, "crc32": 1}}, "file name"),
         ("files", {"a\0b": {"bytes": 1, "crc32": 1}}, "file name"),
         ("scalars", {"updates": -1}, "updates"),
         ("scalars", {"loss_scaling": {"scale": 0.5}}, "scale"),

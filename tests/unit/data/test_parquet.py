@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -49,6 +50,15 @@ def test_images_of_a_fixed_size_are_read(tmp_path):
     images = [b"%03d" % n for n in range(10)]
     path = write(tmp_path / "a.parquet", image=pa.array(images, pa.binary(3)))
     assert read(path) == list(zip(images, LABELS, strict=True))
+
+
+def test_a_file_that_is_overwritten_is_not_read_on(tmp_path):
+    path = write(tmp_path / "a.parquet")
+    source = ParquetSource(path)
+    assert source[0] == EXPECTED[0]
+    os.utime(path)  # as after a write in place
+    with pytest.raises(DataError, match="changed"):
+        source[9]
 
 
 def write_class_label(path: Path, names: list[str]) -> Path:

@@ -99,6 +99,16 @@ def test_settings_of_a_role_change_neither_the_place_of_its_table_nor_the_times(
             assert len(store.entries(0, 9)) == count
 
 
+def test_types_of_others_before_those_of_the_server_are_not_used(database):
+    with connected(database) as connection:
+        connection.execute("CREATE SCHEMA theirs")
+        fails = "BEGIN RAISE 'theirs'; END"
+        connection.execute(f"CREATE FUNCTION theirs.f(_text) RETURNS bool LANGUAGE plpgsql AS $${fails}$$")
+        connection.execute("CREATE DOMAIN theirs.text AS pg_catalog.text[] CHECK (theirs.f(VALUE))")
+    with opened(f"{database}?options=-csearch_path%3Dtheirs,pg_catalog") as store:
+        store.write(news(1))
+
+
 def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(database):
     centres = vectors(100, seed=5, size=128)
     crowd = np.repeat(centres, 60, axis=0) + 0.3 * vectors(6000, seed=6, size=128)
