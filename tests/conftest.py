@@ -1,6 +1,7 @@
 """The same examples in every run, as a failure that comes and goes helps nobody; servers that start once."""
 
 import logging
+import os
 import signal
 import uuid
 from collections import Counter
@@ -43,9 +44,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def undrawn():
+def surroundings(tmp_path_factory):
     from tests.undrawn import draw_nothing
 
+    os.environ["PLSC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
     draw_nothing()
 
 

@@ -1,19 +1,17 @@
 """Find the files of a dataset (a file, a pattern, a folder of shards, file_list.txt); read and index them.
 
-An index is a safetensors file of named arrays, such as the offset and label of every record, next to the
-data. It is built once, memory-mapped, and validated on use. Its metadata are the kind of the index, the names
-and fingerprints of the data files, and a CRC-32 of the arrays. Nothing in it can run code.
+An index is a safetensors file of named arrays, such as the offset and label of every record, in the cache
+folder. It is built once, memory-mapped, and validated on use. Its metadata are the kind of the index, the
+names and fingerprints of the data files, and a CRC-32 of the arrays. Nothing in it can run code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import hashlib
 import json
 import mmap
-import operator
 import os
 import posixpath
 import re
@@ -21,7 +19,7 @@ import threading
 import unicodedata
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +32,8 @@ from plsc.storage.blocks import (
     Bytes,
     Fingerprint,
     LocalBytes,
+    RemoteBytes,
     fingerprint_of,
-    open_bytes,
     streamed,
     text_lines,
 )
@@ -233,10 +231,11 @@ class Shards:
         with self._lock:
             found = self._open.get(shard)
             if found is None:
-                location, data_dir = self.locations[shard], self._data_dir
+                location, data_dir, known = self.locations[shard], self._data_dir, self.fingerprints[shard]
                 folder = None if data_dir is None else folder_of(location, data_dir)
-                found = open_bytes(location, folder)
-                if found.fingerprint != self.fingerprints[shard]:
+                # A remote file is looked up with each block.
+                found = RemoteBytes(location, known) if is_url(location) else LocalBytes(location, folder)
+                if found.fingerprint != known:
                     raise DataError(f"{shown(location)} changed while in use; start again")
                 self._open[shard] = found
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
@@ -330,11 +329,11 @@ class MappedArray(np.ndarray):
 def load_or_build(shards: Shards, kind: str, build: Callable[[], Arrays]) -> dict[str, np.ndarray]:
     """Return the index of files: from its index file if that is valid and current, else from ``build()``.
 
-    The index file is ``.<name>.<kind>.plsc-index`` next to the first file; in the cache folder if the data
-    are remote, or their folder is another user's or writable for others. Whom a data file's mode keeps out
-    cannot read it. It is rebuilt when a file's name, size or fingerprint changed, or when it is damaged.
-    Several processes may build it concurrently: each publishes the same content by a rename. If it cannot be
-    stored anywhere, or a file has no version in its store, the arrays stay in memory.
+    The index file is ``index/<hash>.<name>.<kind>`` in the cache folder, never beside the data: whoever wrote
+    these could have written an index with other paths. It is rebuilt when a file's name, size or fingerprint
+    changed, or when it is damaged. Several processes may build it concurrently: each publishes the same
+    content by a rename. If it cannot be stored, or a file has no version in its store, the arrays stay in
+    memory.
 
     Args:
         shards: the files: local paths or fsspec URLs, in order.
@@ -345,59 +344,33 @@ def load_or_build(shards: Shards, kind: str, build: Callable[[], Arrays]) -> dic
     Raises:
         DataError: a data file is missing, or changed while being read.
     """
-    files, fingerprints = shards.locations, shards.fingerprints
-    names = _names(files)
-    versions = [[name, s.size, s.version] for name, s in zip(names, fingerprints, strict=True)]
+    names = [shown(one) if is_url(one) else str(Path(one).absolute()) for one in shards.locations]
+    versions = [[name, s.size, s.version] for name, s in zip(names, shards.fingerprints, strict=True)]
     identity = {"kind": kind, "files": json.dumps(versions)}
-    is_versioned = all(fingerprint.version for fingerprint in fingerprints)
-    places = _places(files, kind) if is_versioned else []
-    there = [Path(file).stat() for file in files if not is_url(file)]
-    for place in places:
-        if (found := _load(place, identity)) is not None:
-            return found
+    place = _place(names, kind) if all(one.version for one in shards.fingerprints) else None
+    if place and (found := _load(place, identity)) is not None:
+        return found
     arrays = {name: np.ascontiguousarray(array) for name, array in build().items()}
-    if [fingerprint_of(file) for file in files] != fingerprints:
+    if [fingerprint_of(one) for one in shards.locations] != shards.fingerprints:
         raise DataError(f"{names[0]} or others changed while being indexed; start again when complete")
-    mode = functools.reduce(operator.and_, (status.st_mode for status in there), 0o666)
-    for place in places:
+    if place:
         with contextlib.suppress(DataError, OSError):
-            place.parent.mkdir(parents=True, exist_ok=True)
             with replacing(place) as temporary:
-                temporary.touch(mode | 0o200)
+                temporary.touch(0o600)
                 temporary.write_bytes(save(arrays, {**identity, "crc32": _crc(arrays)}))
             if (found := _load(place, identity)) is not None:
                 return found
     return arrays
 
 
-def _names(files: Sequence[str | Path]) -> list[str]:
-    """Return the files' names below their common folder, so that the folder may be moved with its index."""
-    if any(is_url(file) for file in files):
-        return [shown(str(file)) for file in files]  # without secrets
-    paths = [Path(file).absolute() for file in files]
-    folder = os.path.commonpath([path.parent for path in paths])
-    return [path.relative_to(folder).as_posix() for path in paths]
-
-
-def _places(files: Sequence[str | Path], kind: str) -> list[Path]:
-    first = str(files[0])
-    digest = _digest((str(f) if is_url(f) else str(Path(f).absolute()) for f in files), 16)
+def _place(names: Sequence[str], kind: str) -> Path | None:
     what, _, options = kind.partition(" ")
-    name = f"{base_name(shown(first))[:100]}.{what}{f'-{_digest([options], 16)}' if options else ''}"
-    places = []
-    folder = None if is_url(files[0]) else Path(first).absolute().parent
-    # Who can change the folder could write an index with other paths, or replace a new one by a link.
-    if folder and folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o022:
-        # Lists of several files may differ in more than the first name.
-        of_list = "" if len(files) == 1 else f".{_digest(_names(files), 8)}"
-        places.append(folder / f".{name}{of_list}.plsc-index")
     with contextlib.suppress(DataError, OSError):
-        places.append(cache_folder("index") / f"{digest}.{name}.plsc-index")
-    return places
-
-
-def _digest(names: Iterable[str], length: int) -> str:
-    return hashlib.sha256("\n".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:length]
+        digest = hashlib.sha256("\n".join([*names, options]).encode("utf-8", "surrogateescape")).hexdigest()[
+            :32
+        ]
+        return cache_folder("index") / f"{digest}.{base_name(names[0])[:40]}.{what}"
+    return None
 
 
 def _load(path: Path, identity: dict[str, str]) -> dict[str, np.ndarray] | None:

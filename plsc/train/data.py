@@ -22,13 +22,15 @@ from plsc.config.data_and_model import cache_place
 from plsc.config.option import name_and_arguments, shown_value
 from plsc.data.batch import Transform
 from plsc.data.class_names import ClassNames
-from plsc.data.loader import CachedSource, Recipe, SampleCache, SourceLoader, choose_kind
+from plsc.data.loader import Recipe, SourceLoader, choose_kind
 from plsc.data.order import BalancedPlan, BatchPlan, ClassesPlan
 from plsc.data.reader import ReaderLoader
 from plsc.data.sources import ImageFolderSource, check_labels, open_source
 from plsc.data.sources.base import (
+    CachedSource,
     FileSource,
     IndexedSource,
+    SampleCache,
     Source,
     TorchDatasetSource,
     class_names_of,

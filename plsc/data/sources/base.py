@@ -1,4 +1,4 @@
-"""The protocol of all sources, the base classes of sources that read stored images, and Datasets of torch."""
+"""The protocol of all sources, the bases of those that read stored images, Datasets of torch, and a cache."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ import operator
 import os
 import posixpath
 import re
+import tempfile
+import threading
 import traceback
 from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
 
 from plsc.data.alignment import Landmarks
 from plsc.data.class_names import ClassNames
-from plsc.data.decode import IMAGE_SUFFIXES, MAX_FILE_BYTES, Image, check_image_bytes
+from plsc.data.decode import (
+    IMAGE_SUFFIXES,
+    MAX_FILE_BYTES,
+    Image,
+    ImageShape,
+    check_image_bytes,
+    decode_into,
+)
 from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.errors import DataError, add_note, naming, printable
@@ -377,3 +386,104 @@ def _place_in_dataset(error: Exception) -> str:
     """Return the location in the dataset's code, because the user does not see the traceback."""
     frames = traceback.extract_tb(error.__traceback__)[1:2]  # the first frame is in plsc
     return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)
+
+
+class SampleCache:
+    """Cache bytes by sample index in an unnamed file, which disappears when the process ends for any reason.
+
+    It is in `folder`, or with None in memory. It takes at most `limit` bytes, and 16 bytes of memory per
+    sample. When the disk is full, no more samples are added. Thread-safe. Entries are never evicted: every
+    epoch reads every sample once in a new order, so all are equally useful.
+    """
+
+    def __init__(self, folder: Path | None, limit: int, num_samples: int) -> None:
+        if folder is None:
+            self._file: IO[bytes] = os.fdopen(os.memfd_create("plsc-cache"), "w+b")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it lives as long as this
+        self.limit = limit
+        self.used = 0
+        # Zero pages take no memory until they are written to.
+        self._ends = np.zeros(num_samples, dtype=np.int64)  # 0: not cached
+        self._lengths = np.zeros(num_samples, dtype=np.int64)
+        self._lock = threading.Lock()
+
+    def get(self, index: int) -> bytes | None:
+        """Return the bytes, or None if they are not cached."""
+        end = int(self._ends[index])
+        if not end:
+            return None
+        length = int(self._lengths[index])
+        try:
+            data = os.pread(self._file.fileno(), length, end - length)
+        except OSError:
+            return None
+        return data if len(data) == length else None
+
+    def put(self, index: int, data: bytes) -> None:
+        """Cache the bytes if the limit and the disk allow it."""
+        with self._lock:
+            if self._ends[index] or self.used + len(data) > self.limit:
+                return
+            start = self.used
+            self.used += len(data)
+        try:
+            written = os.pwrite(self._file.fileno(), data, start)
+        except OSError:
+            written = -1
+        if written != len(data):
+            self.limit = 0
+            return
+        self._lengths[index] = len(data)
+        self._ends[index] = start + len(data)  # written last: from now on `get` finds the entry
+
+
+class CachedSource:
+    """A source that reads each image from `source` once, while the cache has room.
+
+    With ``decoded`` the cache holds pixels at the network's size, otherwise encoded bytes. Images that are
+    neither encoded nor uint8 after decoding are not cached.
+    """
+
+    def __init__(self, source: Source, cache: SampleCache, image_shape: ImageShape, decoded: bool) -> None:
+        self.source = source
+        self.cache = cache
+        self._labels = source.labels()
+        self._decoded = decoded
+        channels, height, width = image_shape
+        self._size = (height, width, channels)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Image, int]:
+        kept = self.cache.get(index)
+        if kept is not None:
+            label = int(self._labels[index])
+            if not self._decoded:
+                return kept, label
+            return np.frombuffer(kept, dtype=np.uint8).reshape(self._size), label
+        image, label = self.source[index]
+        if self._decoded:
+            image = self._decode(image, index)
+        if isinstance(image, bytes):
+            self.cache.put(index, image)
+        return image, label
+
+    def name(self, index: int) -> str:
+        """Return the name of a sample in the source."""
+        return self.source.name(index)
+
+    def labels(self) -> np.ndarray:
+        """Return all labels, int64 [N]."""
+        return self._labels
+
+    def _decode(self, image: Image, index: int) -> Image:
+        pixels = np.empty(self._size, dtype=np.uint8)
+        with naming(self.name, index):
+            floats = decode_into(image, pixels)
+        if floats is not None:
+            return floats
+        self.cache.put(index, pixels.tobytes())
+        return pixels

@@ -23,9 +23,7 @@ from plsc.data.decode import decode_image
 from plsc.data.loader import (
     AHEAD_PER_THREAD,
     THREAD_NAME,
-    CachedSource,
     Recipe,
-    SampleCache,
     SourceLoader,
     Stopped,
     in_order,
@@ -33,6 +31,7 @@ from plsc.data.loader import (
 )
 from plsc.data.order import BatchPlan
 from plsc.data.sources import TorchDatasetSource, open_source
+from plsc.data.sources.base import CachedSource, SampleCache
 from plsc.errors import DataError
 from tests.distributed.launch import Ranks
 from tests.distributed.test_interruption import wait_for

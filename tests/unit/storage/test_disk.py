@@ -297,11 +297,11 @@ def test_the_folder_itself_and_files_of_a_pattern_may_be_links(tmp_path):
     assert every_image(tmp_path / "data/*.parquet")() == expected
 
 
-def test_an_index_that_is_a_pipe_is_replaced(tmp_path):
+def test_an_index_that_is_a_pipe_is_replaced(tmp_path, cache):
     (tmp_path / "data").mkdir()
     read = aligned_image(tmp_path / "data").read
     expected = read()
-    (index,) = (tmp_path / "data").glob("*.plsc-index")
+    (index,) = cache.glob("index/*")
     index.unlink()
     os.mkfifo(index)
     assert read() == expected
