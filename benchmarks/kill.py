@@ -34,6 +34,7 @@ from typing import Any
 
 from measuring import read_lines
 
+import plsc.checkpoint.remote
 import plsc.checkpoint.save
 import plsc.train.saving
 from plsc.checkpoint.manifest import checkpoints_in, rank_of_shard
@@ -102,7 +103,7 @@ def train(job: Facts) -> None:
         setattr(module, name, watched)
 
     watch(plsc.train.saving, "save_checkpoint", "save", lambda *args: args[2].manifest.step)
-    watch(plsc.train.saving, "upload", "upload", lambda *args: args[2].step)
+    watch(plsc.checkpoint.remote, "upload", "upload", lambda *args: args[2].step)
     watch(plsc.checkpoint.save, "withdraw", "retention", lambda *_: 0)
     watch(WeightsFile, "_transfer", "pages", lambda *_: 0)
     watch(WeightsFile, "_undo", "undo", lambda *_: 0)

@@ -19,7 +19,7 @@ from plsc.checkpoint.save import local_of
 from plsc.models import BaseModel
 from plsc.train import loop
 from plsc.train import run as build
-from plsc.train.snapshot import collect_tensors
+from plsc.train.saving import collect_tensors
 from plsc.train.step import Step
 from tests.resuming import train
 

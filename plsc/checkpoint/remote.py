@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from pathlib import Path
+from threading import RLock
 
 from plsc.checkpoint.load import check_checksums, check_files
 from plsc.checkpoint.manifest import (
@@ -24,12 +31,12 @@ from plsc.checkpoint.manifest import (
     rank_of_shard,
     read_manifest,
 )
-from plsc.checkpoint.save import check_replaceable, finish_folder
-from plsc.errors import CheckpointError, DataError
-from plsc.machine import Counter
+from plsc.checkpoint.save import Retention, check_replaceable, finish_folder, prune
+from plsc.errors import CheckpointError, DataError, PlscError
+from plsc.machine import BackgroundThread, Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
-from plsc.storage.disk import SAVING, hidden_name, replacing
+from plsc.storage.disk import SAVING, hidden_name, read_regular, replacing
 from plsc.storage.store import OnBytes, Store
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
@@ -62,9 +69,8 @@ def upload(
     folder: Path,
     store: Store,
     manifest: Manifest,
-    files: Iterable[str],
+    files: Sequence[str],
     world: World,
-    on_bytes: OnBytes | None = None,
     token: str = "",
 ) -> None:
     """Publish the checkpoint `folder` in the store, under its own name. Collective.
@@ -80,6 +86,9 @@ def upload(
     """
     name = folder.name
     doing = f"upload {folder} to {store.shown}"
+    of = f" (rank 0 of {world.size})" if world.size > 1 else ""
+    total = sum(manifest.files[file].bytes for file in files)
+    progress = Counter(f"uploaded {folder} to {store.shown}{of}:", total, "MB")
 
     def begin() -> str:
         if not world.is_main:
@@ -95,7 +104,7 @@ def upload(
 
     def send() -> None:
         for file in files:
-            store.put(folder / file, f"{target}/{file}", on_bytes)
+            store.put(folder / file, f"{target}/{file}", progress.add if world.is_main else None)
 
     def finish() -> None:
         if world.is_main:
@@ -103,6 +112,7 @@ def upload(
             if lost := manifest.files.keys() - set(store.names(target)):  # another run has cleaned up
                 raise CheckpointError(f"{shown(store.child(target))} has lost {min(lost)}; upload it again")
             finish_folder(store, target, name, manifest, manifest.run_id or _NO_RUN)
+            progress.log()
 
     hidden = on_every_rank(world, doing, begin, _ADVICE)[0]
     target = hidden if store.can_rename else name
@@ -129,6 +139,128 @@ def _mark(store: Store, name: str, run: bytes) -> str:
         where = shown(store.child(others[0]))
         raise CheckpointError(f"{where} marks the upload of another run; wait, or remove it")
     return mark
+
+
+class Uploader:
+    """Uploads the published checkpoints in the background. `add` and `close` are collectives.
+
+    Attributes:
+        uploading: name of the checkpoint that is being uploaded; it must not be deleted.
+        lock: hold it while deleting checkpoints.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        store: Store,
+        retention: Retention,
+        run_id: str,
+        resumed: str,
+        small_files: Sequence[str],
+    ) -> None:
+        """Take the store over, once nothing but training is left to fail. Raises CheckpointError.
+
+        resumed: name of the checkpoint in the store that the run resumes, which stays there, or ''.
+        small_files: names of files in the folder that change during the run, uploaded after each checkpoint.
+        """
+        self.uploading = ""
+        self.lock = RLock()
+        self._token = on_main_rank(world, f"reach {store.shown}", lambda: claim(store, is_own=bool(resumed)))
+        self._world = world.in_background(world.upload_group)
+        self._folder, self._store, self._retention = folder, store, retention
+        self._run_id, self._resumed, self._small_files = run_id, resumed, small_files
+        self._background = BackgroundThread("plsc-send")
+        self._jobs: list[tuple[Path, Future[bool]]] = []
+
+    def add(self, path: Path) -> None:
+        """Queue a checkpoint for upload, unless the store already has it."""
+        self._jobs.append((path, self._background.submit(partial(self._send, path))))
+
+    def close(self, seconds: float | None = None) -> list[Path]:
+        """Wait for the uploads and retry failed ones; return the local checkpoints that were not uploaded.
+
+        seconds: deadline; None: no deadline.
+        """
+        give_up = None if seconds is None else time.monotonic() + seconds
+        failed = [path for path, future in self._jobs if not _has_succeeded(future, give_up)]
+        # A checkpoint that has been pruned since does not count.
+        unsent = [path for path in failed if path.is_dir()]
+        # In order, and none after a failure: the newest checkpoint in the store should have no gaps before
+        # it.
+        while unsent and give_up is None:
+            if not self._background.submit(partial(self._send, unsent[0])).result():
+                break
+            unsent.pop(0)
+        self._background.close()
+        return unsent
+
+    def _send(self, path: Path) -> bool:
+        """Upload one checkpoint, in the background thread; return False after a failure, which is logged."""
+        world, store = self._world, self._store
+        try:
+            if not on_every_rank(world, f"read {store.shown}", lambda: self._is_wanted(path))[0]:
+                return True
+            manifest = own_result(world, f"read {path}", lambda: read_manifest(path))
+            mine = [name for name in manifest.files if rank_of_shard(name) == world.rank]
+            upload(path, store, manifest, mine, world, self._token)
+            # Only now is the new checkpoint complete in the store, so older ones may go.
+            if world.is_main:
+                self._update_store(path.name)
+        except PlscError as error:
+            world.log(str(error), logging.WARNING)
+            return False
+        finally:
+            with self.lock:
+                self.uploading = ""
+        return True
+
+    def _is_wanted(self, path: Path) -> bool:
+        """Return whether to upload the checkpoint: it still exists, and the store has no identical one.
+
+        From now on it is protected from deletion. Only the result of rank 0 is used.
+        """
+        with self.lock:
+            if not path.is_dir():
+                return False
+            self.uploading = path.name
+        try:
+            return not self._world.is_main or manifest_in(self._store, path.name) != read_manifest(path)
+        except CheckpointError:  # missing or incomplete in the store
+            return True
+
+    def _update_store(self, newest: str) -> None:
+        """Prune the store and upload the small files; failures are logged: the checkpoint is in the store."""
+        keep = {newest, self._resumed}
+        actions: list[Callable[[], object]] = [
+            partial(prune, self._store, self._retention, self._run_id, keep)
+        ]
+        for path in (self._folder / name for name in self._small_files):
+            if path.is_file():
+                actions.append(partial(self._send_file, path))
+        for action in actions:
+            self._world.log(_problem_of(action), logging.WARNING)
+
+    def _send_file(self, path: Path) -> None:
+        # Others may write into the folder: what is a link is not uploaded.
+        self._store.write(path.name, read_regular(path, sys.maxsize, path.parent))
+
+
+def _has_succeeded(future: Future[bool], give_up: float | None) -> bool:
+    """Wait for an upload until `give_up` (in time.monotonic() seconds); return whether it succeeded."""
+    try:
+        return future.result(None if give_up is None else max(0.0, give_up - time.monotonic()))
+    except FutureTimeout:
+        return False
+
+
+def _problem_of(action: Callable[[], object]) -> str | None:
+    """Run an action whose failure is not fatal; return the error message, None on success."""
+    try:
+        action()
+    except (PlscError, OSError) as error:
+        return str(error)
+    return None
 
 
 def clean(store: Store) -> list[str]:
@@ -273,8 +405,5 @@ def push(source: str, url: str) -> list[str]:
         chosen = [folder.resolve()]
     for path in chosen:
         manifest = verify(path)
-        total = sum(file.bytes for file in manifest.files.values())
-        progress = Counter(f"uploaded {path} to {store.shown}:", total, "MB")
-        upload(path, store, manifest, sorted(manifest.files), World.single(), progress.add)
-        progress.log()
+        upload(path, store, manifest, sorted(manifest.files), World.single())
     return [path.name for path in chosen]

@@ -35,7 +35,7 @@ from typing import Annotated, TypedDict
 
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.manifest import OpenedCheckpoint, age_key, checkpoints_in
-from plsc.checkpoint.remote import claim, fetch
+from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.save import BEST_NAME, check_replaceable
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
@@ -69,7 +69,6 @@ class RunFolder:
         note: log line about the choice.
         is_shared: whether all ranks see one folder.
         is_owner: whether this rank deletes old files on its machine.
-        token: of the store, on rank 0; see `plsc.checkpoint.remote.claim`.
     """
 
     checkpoint: OpenedCheckpoint | None = None
@@ -81,7 +80,6 @@ class RunFolder:
     note: str = ""
     is_shared: bool = True
     is_owner: bool = False
-    token: str = ""
 
     def __init__(
         self,
@@ -290,15 +288,6 @@ class RunFolder:
         else:
             store.exists()
         return Store(url, total_seconds=_RETRY_SECONDS)
-
-    def claim_store(self, store: Store) -> None:
-        """Take the store over for the uploads of this run, once nothing but training is left to fail."""
-
-        def take() -> None:
-            if self._world.is_main:
-                self.token = claim(store, is_own=bool(self.resumed))
-
-        on_every_rank(self._world, f"reach {store.shown}", take)
 
     @contextlib.contextmanager
     def temporary(self, kept: str) -> Iterator[None]:

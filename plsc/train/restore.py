@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plsc.checkpoint import Manifest, load_tensors
 from plsc.checkpoint.load import OpenCheckpoint, StoredTensor, read_class_names
@@ -20,6 +23,8 @@ from plsc.checkpoint.manifest import (
     OPTIMIZER,
     STATISTICS,
     Role,
+    TensorInfo,
+    bytes_of,
 )
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.save import info_of
@@ -34,25 +39,33 @@ from plsc.checkpoint.tensor_files import (
     shorten,
     shortened,
 )
-from plsc.config.option import names_code, shown_value
+from plsc.config.option import is_finite_number, names_code, shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
+from plsc.optim import ExpectedStates, StateInfo, has_own_state_dict
 from plsc.parallel.failure import own_result
 from plsc.storage.urls import is_url, shown
 from plsc.train.callbacks import Run
-from plsc.train.snapshot import (
+from plsc.train.saving import (
+    ATTRIBUTES,
+    GROUPS,
     NEIGHBOURS,
+    OWN,
     REST,
+    changed_values,
+    collect_rest,
     collect_tensors,
     describe_head,
-    make_state,
-    own_tensors,
-    restore_rest,
+    named_parameters,
+    own_role,
+    pack_buffers,
+    saved_buffers,
     seed_generators,
-    take_own,
+    states_of,
 )
+from plsc.values import decode
 
 
 def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
@@ -62,8 +75,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     """
     _check_fits(run, path, manifest)
     scalars = manifest.scalars
-    numbers = scalars.get("optimizer_numbers", {})
-    make_state(run.network, run.head, run.optimizer, manifest.tensors, numbers)
+    _make_state(run, manifest.tensors, scalars.get("optimizer_numbers", {}))
     tensors = collect_tensors(run.network, run.head, run.optimizer, run.rows)
     fresh = {
         role
@@ -72,7 +84,7 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
         and role.key not in manifest.tensors
     }
     wanted = {role: value for role, value in tensors.items() if role not in fresh and not _is_extra(role)}
-    own = own_tensors(run, manifest)
+    own = _own_tensors(run, manifest)
     of_callbacks = {}
     for role, value in run.callbacks.state()[1].items():  # filled in place, if shape and type are those saved
         saved_info = manifest.tensors.get(role.key)
@@ -96,11 +108,10 @@ def restore(run: Run, path: Path, manifest: Manifest) -> list[str]:
     if isinstance(loader, ReaderLoader) and manifest.epoch and length is not None:
         loader.expect_steps(length)
     if names_code(run.options.optim.optimizer):
-        restore_rest(run, scalars, {role.name: one for role, one in others.items() if role.kind == OPTIMIZER})
+        _restore_rest(run, scalars, others)
     if extra := {role.name: one for role, one in others.items() if role.kind == BACKBONE}:
         run.network.load_state_dict(extra, strict=False)
-    if not take_own(run, own):
-        seed_generators(run.world, run.options.train.seed, manifest.step)
+    _take_own(run, own)
     new = {role.of for role in fresh if role.kind == OPTIMIZER}
     return [f"the checkpoint has no optimizer state for {len(new)} parameters: it is initialised"] * bool(new)
 
@@ -152,6 +163,173 @@ def _check_fits(run: Run, path: Path, manifest: Manifest) -> None:
                 f"{path} was saved with {what} {shown_value(theirs)}, but this run has {shown_value(mine)}; "
                 "use the saved value to resume, or load only the weights that fit with model.pretrained"
             )
+
+
+def _make_state(run: Run, tensors: Mapping[str, TensorInfo], numbers: Mapping[str, Any]) -> None:
+    """Create the optimizer state of a checkpoint: its numbers, and empty tensors to load into.
+
+    tensors: all tensors of the checkpoint; only those of the optimizer are used. numbers: the state that is
+    not a tensor, as JSON, by the key of the parameter. Raises CheckpointError for state of an unknown
+    parameter, state that is too large, or state that the torch optimizer does not keep.
+    """
+    named, optimizer = named_parameters(run.network, run.head), run.optimizer
+    expected = ExpectedStates(optimizer)
+    saved: dict[str, dict[str, TensorInfo]] = {name: {} for name in numbers}
+    for info in tensors.values():
+        if info.role.kind == OPTIMIZER and info.role.of != REST:
+            saved.setdefault(info.role.of, {})[info.role.name] = info
+    for name, infos in sorted(saved.items()):
+        parameter = named.get(name)
+        if parameter is None:
+            raise CheckpointError(
+                f"the checkpoint has optimizer state for {name}, which this network does not have; use the "
+                "saved network"
+            )
+        shapes = {info.shape for state, info in infos.items() if state not in _COUNTS}
+        if not parameter.requires_grad and shapes - {tuple(parameter.shape)}:
+            continue  # frozen here; a callback may train it later, and the optimizer does not check it
+        wanted = expected.of(parameter) or {}
+        own = {
+            state: _empty_state(info.role.key, state, info, parameter, optimizer)
+            for state, info in infos.items()
+        }
+        values = decode(numbers.get(name, {}), own)  # takes from `own` what is within lists
+        states = {**own, **values}
+        for state, needed in wanted.items():
+            _check_state(Role(OPTIMIZER, state, name).key, needed, states.get(state))
+        optimizer.state[parameter].update(states)
+
+
+_COUNTS = ("step", "mu_product")  # scalars that torch usually keeps on the CPU
+
+
+def _check_state(key: str, wanted: StateInfo | None, state: Any) -> None:
+    """Raise CheckpointError for state of the wrong shape or type: the optimizer does not check it."""
+    is_tensor = isinstance(state, Tensor)
+    saved = (tuple(state.shape), state.dtype) if is_tensor else not is_finite_number(state) or None
+    if saved != wanted:
+        described = f"{state.dtype} {list(state.shape)}" if is_tensor else "missing, or not a tensor"
+        expected = "a number"
+        if wanted is not None:
+            expected = f"{str(wanted[1]).removeprefix('torch.')} {list(wanted[0])}"
+        raise CheckpointError(
+            f"the optimizer state {key} in the checkpoint is {described}, but this optimizer expects "
+            f"{expected}; use the network and optimizer that were saved, or load only the weights with "
+            "model.pretrained"
+        )
+
+
+_SMALL = 4096  # elements that a state may have even if its parameter is smaller, such as counts and tables
+
+
+def _empty_state(
+    key: str, state: str, info: TensorInfo, parameter: nn.Parameter, optimizer: torch.optim.Optimizer
+) -> Tensor:
+    """Return zeros for a state: in the parameter's layout, but step counts on the device that torch uses."""
+    if math.prod(info.shape) > max(parameter.numel() ** 2, _SMALL):  # of a preconditioner
+        raise CheckpointError(
+            f"the optimizer state {key} in the checkpoint has shape {list(info.shape)}, but its parameter "
+            f"has {list(parameter.shape)}; use the network that was saved"
+        )
+    dtype: torch.dtype = getattr(torch, info.dtype)  # one of a few: see TensorInfo
+    if state in _COUNTS and not _keeps_counts_on_device(parameter, optimizer):
+        return torch.zeros(info.shape, dtype=dtype, device="cpu")
+    if tuple(info.shape) == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(info.shape, dtype=dtype, device=parameter.device)
+
+
+def _keeps_counts_on_device(parameter: nn.Parameter, optimizer: torch.optim.Optimizer) -> bool:
+    groups = optimizer.param_groups
+    group = next((g for g in groups if any(p is parameter for p in g["params"])), groups[0])
+    is_captured = bool(group.get("capturable") or group.get("fused"))
+    return is_captured or isinstance(optimizer, torch.optim.ASGD)
+
+
+def _restore_rest(run: Run, scalars: dict[str, Any], others: Mapping[Role, Tensor]) -> None:
+    """Restore the result of `collect_rest`, after the state of the parameters. Raises CheckpointError."""
+    tensors = {role.name: tensor for role, tensor in others.items() if role.kind == OPTIMIZER}
+    optimizer, what = run.optimizer, f"the state of the optimizer {type(run.optimizer).__name__}"
+    states, named = states_of(run.network, run.head, optimizer), named_parameters(run.network, run.head)
+    groups, attributes, own = decode(
+        [scalars.get(GROUPS, []), scalars.get(ATTRIBUTES, {}), scalars.get(OWN, {})],
+        dict(tensors),
+        run.world.device,
+        lambda name, key: states[key][1][name] if name else named[key],
+    )
+    places = zip(optimizer.param_groups, groups or [{}] * len(optimizer.param_groups), strict=True)
+    for values, saved in ((vars(optimizer), attributes), *places):
+        values.update(changed_values(saved, {}))
+    if not has_own_state_dict(optimizer):
+        optimizer.state.update(own)
+        return
+    kept = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    here = optimizer.state_dict()
+    optimizer.load_state_dict({**here, **own})
+    optimizer.state.update(kept)  # torch changes data types
+    again, now = collect_rest(run)
+    same = (bytes_of(one.cpu()).equal(bytes_of(tensors[role.name])) for role, one in now.items())
+    if again[OWN] != scalars.get(OWN) or not all(same):
+        raise CheckpointError(
+            f"{what} is another one after load_state_dict(): the run would not resume exactly"
+        )
+
+
+def _own_tensors(run: Run, manifest: Manifest) -> dict[Role, Tensor]:
+    """Return tensors for the checkpoint's state of this rank; once loaded, pass them to `_take_own`.
+
+    Empty if the checkpoint was saved by another number of ranks.
+    """
+    own = pack_buffers(run)
+    generators = manifest.tensors.get(own_role(run, "random").key)
+    if generators is not None:
+        own[generators.role] = torch.empty(generators.shape, dtype=torch.uint8)
+    is_same = manifest.world_size == run.world.size
+    return {role: tensor for role, tensor in own.items() if is_same and role.key in manifest.tensors}
+
+
+def _take_own(run: Run, own: dict[Role, Tensor]) -> None:
+    """Restore the buffers and random generators of this rank; seed generators that were not saved."""
+    generators = own.pop(own_role(run, "random"), None)
+    for packed in own.values():
+        buffers = [buffer for buffer in saved_buffers(run).values() if buffer.dtype == packed.dtype]
+        parts = packed.split([buffer.numel() for buffer in buffers])
+        with torch.no_grad():
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view_as(buffer))
+    if generators is None:
+        seed_generators(run.world, run.options.train.seed, run.position.step)
+    else:
+        unpack_generators(generators, run.world.device)
+
+
+def unpack_generators(packed: Tensor, device: torch.device) -> None:
+    """Restore the global random generators from the result of `pack_generators`.
+
+    The state of a GPU generator is ignored on a CPU. Raises CheckpointError for an invalid state.
+    """
+    try:
+        state = json.loads(bytes(packed.tolist()))
+        version, words, gauss = state["python"]
+        python = (version, tuple(words), gauss)
+        name, keys, *rest = state["numpy"]
+        if not 0 <= rest[0] <= len(keys):  # numpy does not check this index before it reads
+            raise ValueError(f"position {rest[0]} of {len(keys)}")
+        numpy_state = (name, np.array(keys, dtype=np.uint32), *rest)
+        torch_state = _bytes(state["torch"])
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_bytes(state["cuda"]), device)
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the state of the random generators in the checkpoint is damaged: {error}"
+        ) from error
+
+
+def _bytes(text: Any) -> Tensor:
+    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
 
 
 @dataclass

@@ -49,8 +49,7 @@ from plsc.train.folder import RunFolder
 from plsc.train.log import Logging, Progress
 from plsc.train.loop import Trainer, TrainResult
 from plsc.train.restore import restore, start_from_pretrained
-from plsc.train.saving import Saver
-from plsc.train.snapshot import ARGUMENTS_KEY, seed_generators
+from plsc.train.saving import ARGUMENTS_KEY, Saver, seed_generators
 from plsc.train.step import BAD_BATCH_NAME
 from plsc.train.watch import GradientNorm, LayerTable, Profile, WeightAverage
 from plsc.values import split_sizes

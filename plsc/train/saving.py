@@ -1,38 +1,68 @@
-"""Save a run in the background: copied at a step boundary, then written, published, pruned, uploaded."""
+"""Save a run: collect its state without changing it, copy it at a step boundary, write it in the background.
+
+The state of each rank consists of buffers that differ between ranks and of the global random generators. plsc
+does not draw from these generators, but a custom network or reader may draw from `random`, numpy or torch. A
+resumed run then draws the same numbers as an uninterrupted one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
-import sys
+import pickle
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import RLock
+from typing import Any
 
-from plsc.checkpoint import Retention, Snapshot, read_manifest, save_checkpoint
-from plsc.checkpoint.manifest import manifest_in, rank_of_shard
-from plsc.checkpoint.remote import upload
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plsc.checkpoint import Manifest, ShardedTensor, Snapshot, read_manifest, save_checkpoint
+from plsc.checkpoint.manifest import (
+    BACKBONE,
+    CLASS_OPTIMIZER,
+    CLASS_WEIGHTS,
+    METRICS_KEY,
+    OPTIMIZER,
+    RANK,
+    STATISTICS,
+    HeadInfo,
+    Role,
+    parse_manifest,
+)
+from plsc.checkpoint.remote import Uploader
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.save import best_in, prune
+from plsc.checkpoint.save import best_in, class_name_tensors, info_of, prune
 from plsc.checkpoint.weights_file import WeightsFile
+from plsc.config.option import names_code
 from plsc.data.batch import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
-from plsc.machine import BackgroundThread, Counter, available_memory
-from plsc.parallel.failure import on_every_rank, on_main_rank, own_result
-from plsc.parallel.world import World
-from plsc.storage.disk import read_regular
+from plsc.heads import Head, RowOptimizer
+from plsc.machine import BackgroundThread, available_memory
+from plsc.models.base_model import constructor_arguments
+from plsc.optim import FULL_RATE, has_own_state_dict
+from plsc.parallel.backbone import equal_buffers
+from plsc.parallel.failure import on_every_rank, on_main_rank
+from plsc.parallel.world import World, class_ranges
+from plsc.seeds import hash_key
 from plsc.storage.store import Store, format_bytes
+from plsc.storage.urls import without_secrets
 from plsc.train.callbacks import Run
 from plsc.train.folder import RunFolder
 from plsc.train.log import METRICS_NAME, PLOT_NAME
-from plsc.train.snapshot import check_snapshot, take_snapshot
+from plsc.values import encode
+from plsc.version import __version__
 
+ARGUMENTS_KEY = "model_arguments"  # of the manifest's scalars
 _SHARE_OF_MEMORY = 0.8  # maximum share of the available memory for a copy of the state
 _SHORTEST_STALL = 0.1  # seconds; shorter pauses are not logged
 _SMALL_FILES = (METRICS_NAME, PLOT_NAME, LIST_NAME)  # next to the checkpoints
@@ -75,9 +105,15 @@ class Saver:
         self._world = run.world.in_background(run.world.save_group)
         self._background = BackgroundThread("plsc-save")
         if folder.store is not None:
-            folder.claim_store(folder.store)
-            world = run.world.in_background(run.world.upload_group)
-            self._uploader = Uploader(world, folder, folder.store, self.retention)
+            self._uploader = Uploader(
+                run.world,
+                folder.path,
+                folder.store,
+                run.retention,
+                folder.run_id,
+                folder.resumed,
+                _SMALL_FILES,
+            )
             # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
             last = None if self.last is None or folder.is_fetched else self.last.resolve()  # may be a link
             if last is not None and last.parent == folder.path.resolve():
@@ -86,7 +122,7 @@ class Saver:
 
     def check(self) -> None:
         """Raise CheckpointError, on all ranks, for state that cannot be saved; a collective."""
-        on_every_rank(self._run.world, "save this run", lambda: check_snapshot(self._run))
+        on_every_rank(self._run.world, "save this run", partial(check_snapshot, self._run))
 
     def save(self, name: str, metrics: dict[str, float], *, wait: bool = False) -> None:
         """Save the state of the run as the checkpoint `name`, in the background unless `wait` is set.
@@ -203,114 +239,293 @@ class Saver:
         )
 
 
-class Uploader:
-    """Uploads the published checkpoints in the background. `add` and `close` are collectives.
+def check_snapshot(run: Run) -> None:
+    """Raise CheckpointError if the state cannot be saved, or not read again; no tensor is copied.
 
-    Attributes:
-        uploading: name of the checkpoint that is being uploaded; it must not be deleted.
-        lock: hold it while deleting checkpoints.
+    The buffers must be those of the first call, at the start: a resumed run loads into no others.
     """
-
-    def __init__(self, world: World, folder: RunFolder, store: Store, retention: Retention) -> None:
-        self.uploading = ""
-        self.lock = RLock()
-        self._world, self._folder, self._store, self._retention = world, folder, store, retention
-        self._background = BackgroundThread("plsc-send")
-        self._jobs: list[tuple[Path, Future[bool]]] = []
-
-    def add(self, path: Path) -> None:
-        """Queue a checkpoint for upload, unless the store already has it."""
-        self._jobs.append((path, self._background.submit(partial(self._send, path))))
-
-    def close(self, seconds: float | None = None) -> list[Path]:
-        """Wait for the uploads and retry failed ones; return the local checkpoints that were not uploaded.
-
-        seconds: deadline; None: no deadline.
-        """
-        give_up = None if seconds is None else time.monotonic() + seconds
-        failed = [path for path, future in self._jobs if not _has_succeeded(future, give_up)]
-        # A checkpoint that has been pruned since does not count.
-        unsent = [path for path in failed if path.is_dir()]
-        # In order, and none after a failure: the newest checkpoint in the store should have no gaps before
-        # it.
-        while unsent and give_up is None:
-            if not self._background.submit(partial(self._send, unsent[0])).result():
-                break
-            unsent.pop(0)
-        self._background.close()
-        return unsent
-
-    def _send(self, path: Path) -> bool:
-        """Upload one checkpoint, in the background thread; return False after a failure, which is logged."""
-        world, store = self._world, self._store
-        try:
-            if not on_every_rank(world, f"read {store.shown}", lambda: self._is_wanted(path))[0]:
-                return True
-            manifest = own_result(world, f"read {path}", lambda: read_manifest(path))
-            mine = [name for name in manifest.files if rank_of_shard(name) == world.rank]
-            total = sum(manifest.files[name].bytes for name in mine)
-            of = f" (rank 0 of {world.size})" if world.size > 1 else ""
-            progress = Counter(f"uploaded {path} to {store.shown}{of}:", total, "MB")
-            on_bytes = progress.add if world.is_main else None
-            upload(path, store, manifest, mine, world, on_bytes, self._folder.token)
-            if world.is_main:
-                progress.log()
-            # Only now is the new checkpoint complete in the store, so older ones may go.
-            if world.is_main:
-                self._update_store(path.name)
-        except PlscError as error:
-            world.log(str(error), logging.WARNING)
-            return False
-        finally:
-            with self.lock:
-                self.uploading = ""
-        return True
-
-    def _is_wanted(self, path: Path) -> bool:
-        """Return whether to upload the checkpoint: it still exists, and the store has no identical one.
-
-        From now on it is protected from deletion. Only the result of rank 0 is used.
-        """
-        with self.lock:
-            if not path.is_dir():
-                return False
-            self.uploading = path.name
-        try:
-            return not self._world.is_main or manifest_in(self._store, path.name) != read_manifest(path)
-        except CheckpointError:  # missing or incomplete in the store
-            return True
-
-    def _update_store(self, newest: str) -> None:
-        """Prune the store and upload metrics, plot and list of bad samples, which change during the run.
-
-        Failures are logged and not fatal: the checkpoint itself has been uploaded.
-        """
-        store, retention, folder = self._store, self._retention, self._folder
-        keep = {newest, folder.resumed}
-        actions: list[Callable[[], object]] = [partial(prune, store, retention, folder.run_id, keep)]
-        for path in (folder.path / name for name in _SMALL_FILES):
-            if path.is_file():
-                actions.append(partial(self._send_file, path))
-        for action in actions:
-            self._world.log(_problem_of(action), logging.WARNING)
-
-    def _send_file(self, path: Path) -> None:
-        # Others may write into the folder: what is a link is not uploaded.
-        self._store.write(path.name, read_regular(path, sys.maxsize, path.parent))
+    snapshot = take_snapshot(run, {}, is_check=True)
+    infos = {role.key: info_of(role, value) for role, value in snapshot.tensors.items()}
+    parse_manifest(replace(snapshot.manifest, tensors=infos).to_json().encode(), "the checkpoint of this run")
+    run.unsaved = check_attributes(run)
+    buffers = {name: infos[Role(BACKBONE, name).key] for name in saved_buffers(run)}
+    run.buffers = buffers if run.buffers is None else run.buffers
+    if changed := dict(run.buffers.items() ^ buffers.items()):
+        raise CheckpointError(
+            f"the network's buffer {min(changed)} was created, removed, resized or converted by the first "
+            "step; register it with its final shape and type, or with persistent=False"
+        )
 
 
-def _has_succeeded(future: Future[bool], give_up: float | None) -> bool:
-    """Wait for an upload until `give_up` (in time.monotonic() seconds); return whether it succeeded."""
-    try:
-        return future.result(None if give_up is None else max(0.0, give_up - time.monotonic()))
-    except FutureTimeout:
-        return False
+def take_snapshot(
+    run: Run,
+    metrics: dict[str, float],
+    run_id: str = "",
+    lineage: list[dict[str, Any]] | None = None,
+    is_check: bool = False,
+) -> Snapshot:
+    """Return the state of the run without copying it; a collective. The run is unchanged.
+
+    metrics: values for `Retention`. lineage: class changes of earlier checkpoints. is_check: without the
+    state that plsc itself copies or gathers.
+    """
+    callbacks, more = run.callbacks.state(of_users=is_check)
+    rest: dict[str, Any] = {}
+    if names_code(run.options.optim.optimizer):  # those of torch have no other state
+        rest, tensors = collect_rest(run)
+        more |= tensors
+    states = states_of(run.network, run.head, run.optimizer)
+    manifest = Manifest(
+        plsc_version=__version__,
+        step=run.position.step,
+        epoch=run.position.epoch,
+        step_in_epoch=run.position.step_in_epoch,
+        world_size=run.world.size,
+        emb_size=run.options.model.emb_size,
+        heads={"": describe_head(run)},
+        options=without_secrets(run.options.as_dict()),
+        scalars={
+            METRICS_KEY: metrics,
+            ARGUMENTS_KEY: constructor_arguments(run.network),
+            "global_batch": run.global_batch,
+            "steps_per_epoch": run.data.loader.steps_per_epoch,
+            "length_step": run.length.step,
+            "length_epoch": run.length.epoch,
+            "optimizer": type(run.optimizer).__name__,
+            "updates": run.position.updates,
+            "loss_scaling": None if run.scaler is None else run.scaler.state(),
+            "optimizer_numbers": {key: values for key, (values, _) in states.items() if values},
+            "callbacks": callbacks,
+            **rest,
+        },
+        lineage=lineage or [],
+        run_id=run_id,
+    )
+    own = collect_tensors(run.network, run.head, run.optimizer, run.rows)
+    if not is_check:
+        own |= _copied_tensors(run)
+    return Snapshot({**own, **more}, manifest)
 
 
-def _problem_of(action: Callable[[], object]) -> str | None:
-    """Run an action whose failure is not fatal; return the error message, None on success."""
-    try:
-        action()
-    except (PlscError, OSError) as error:
-        return str(error)
-    return None
+def describe_head(run: Run) -> HeadInfo:
+    """Return what a checkpoint says about the head."""
+    head = run.head
+    return HeadInfo(
+        head.class_num,
+        class_ranges(head.class_num, run.world.size if head.is_sharded else 1),
+        run.options.head.loss_type,
+        run.data.num_samples,
+        getattr(head, "computed_by", None),
+    )
+
+
+def _copied_tensors(run: Run) -> dict[Role, Tensor]:
+    """Return the tensors of a checkpoint that are copied or gathered; a collective.
+
+    Where buffers differ between ranks (batch norm that is not synchronised), ``backbone.<buffer>`` is their
+    mean. The buffers of rank r are concatenated, in the order of `saved_buffers`, in
+    ``rank<r>.buffers.<type>``, for a resume on the same number of ranks. ``rank<r>.random`` is the state of
+    its random generators; `class_name_tensors` holds the class names.
+    """
+    mine = pack_buffers(run)
+    with equal_buffers(run.network, run.world.backbone_group):
+        tensors = {Role(BACKBONE, name): one.detach().clone() for name, one in saved_buffers(run).items()}
+        equal = pack_buffers(run)
+    tensors[own_role(run, "random")] = pack_generators(run.world.device)
+    for role, packed in mine.items():
+        if not torch.equal(packed.view(torch.uint8), equal[role].view(torch.uint8)):
+            tensors[role] = packed
+    if run.world.is_main and run.data.class_names is not None:
+        tensors |= class_name_tensors(run.data.class_names)
+    return tensors
+
+
+NEIGHBOURS = "neighbours"
+"""Name of the lists of hard negatives, which belong to class weights as the states of their optimizer do."""
+REST = "rest"
+"""In place of the parameter in the roles of optimizer state that belongs to none."""
+
+
+def collect_tensors(
+    network: nn.Module,
+    head: Head,
+    optimizer: torch.optim.Optimizer,
+    rows: RowOptimizer | None,
+) -> dict[Role, Tensor | ShardedTensor]:
+    """Return the replicated and sharded tensors of a run, by their roles in a checkpoint.
+
+    rows: the optimizer of sharded class weights. Tensors are not copied. Class weights in a file are left
+    out, with their states.
+    """
+    tensors: dict[Role, Tensor | ShardedTensor] = {}
+    rest: dict[Role, Tensor] = {Role(BACKBONE, key): value for key, value in network.state_dict().items()}
+    tensors |= {Role(STATISTICS, name): buffer for name, buffer in head.statistics().items()}
+    for name, parameter in head.named_parameters():
+        if head.file is not None and name == "weight":
+            continue
+        role = Role(CLASS_WEIGHTS, name)
+        own: dict[Role, Tensor] = {role: parameter.detach()}
+        states = {} if rows is None else rows.state[parameter]
+        own |= {Role(CLASS_OPTIMIZER, state, role.key): tensor for state, tensor in states.items()}
+        neighbours = getattr(head, "neighbours", None)
+        if name == "weight" and neighbours is not None:
+            own[Role(CLASS_OPTIMIZER, NEIGHBOURS, role.key)] = neighbours.lists
+        for role, tensor in own.items():
+            rows_of_rank = ShardedTensor(tensor, head.class_num, head.class_range[0])
+            tensors[role] = rows_of_rank if head.is_sharded else tensor
+    for role, value in rest.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"the network's {role.name} is a {type(value).__name__}; expected a tensor")
+    for key, (_, states) in states_of(network, head, optimizer).items():
+        rest |= {Role(OPTIMIZER, state, key): value for state, value in states.items()}
+    return tensors | {role: value.detach() for role, value in rest.items()}
+
+
+def states_of(
+    network: nn.Module, head: Head, optimizer: torch.optim.Optimizer
+) -> dict[str, tuple[Any, dict[str, Tensor]]]:
+    """Return the optimizer state as JSON, and its tensors, by the key of the parameter.
+
+    Of torch's optimizers, JSON only if they keep more than tensors.
+    """
+    is_torchs, states = type(optimizer).__module__.startswith("torch.optim"), {}
+    for key, parameter in named_parameters(network, head).items():
+        own, tensors = optimizer.state.get(parameter, {}), dict[str, Tensor]()
+        values = encode(own, f"the optimizer state of {key}", tensors)
+        is_listed = own and not (is_torchs and len(tensors) == len(own))
+        states[key] = values if is_listed else None, tensors
+    return states
+
+
+def named_parameters(network: nn.Module, head: Head) -> dict[str, nn.Parameter]:
+    """Return the parameters of the network and the head by the keys of their tensors."""
+    named = {Role(BACKBONE, name).key: parameter for name, parameter in network.named_parameters()}
+    return named | {Role(CLASS_WEIGHTS, name).key: p for name, p in head.named_parameters()}
+
+
+def own_role(run: Run, name: str) -> Role:
+    """Return the role of state that this rank alone has."""
+    return Role(RANK, name, str(run.world.rank))
+
+
+def pack_buffers(run: Run) -> dict[Role, Tensor]:
+    """Return copies of the network's saved buffers, concatenated to one tensor [n] per type."""
+    kinds: dict[str, list[Tensor]] = {}
+    for buffer in saved_buffers(run).values():
+        kinds.setdefault(str(buffer.dtype).removeprefix("torch."), []).append(buffer.detach().flatten())
+    return {own_role(run, f"buffers.{kind}"): torch.cat(parts) for kind, parts in kinds.items()}
+
+
+def saved_buffers(run: Run) -> dict[str, Tensor]:
+    """Return the buffers in the network's state dict, by name, in its order."""
+    saved = set(run.network.state_dict())
+    every = run.network.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in every if name in saved}
+
+
+_PYTHON, _NUMPY = 0, 1  # parts of the hash keys
+
+
+def seed_generators(world: World, *key: int) -> None:
+    """Seed ``random`` and ``numpy.random`` with a key and the rank; torch is seeded at each step."""
+    random.seed(hash_key(*key, world.rank, _PYTHON))
+    np.random.seed(hash_key(*key, world.rank, _NUMPY) % 2**32)
+
+
+def pack_generators(device: torch.device) -> Tensor:
+    """Return the state of this rank's global random generators as JSON in a tensor, uint8 [n]."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = bytes(torch.cuda.get_rng_state(device).tolist()).hex()
+    return torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+# The schedule sets the rates; the others are attributes of torch.
+_NOT_STATE = ("params", "lr", FULL_RATE, "state", "param_groups", "defaults", "found_inf", "grad_scale")
+GROUPS, ATTRIBUTES, OWN = "optimizer_groups", "optimizer_attributes", "optimizer_own"
+
+
+def collect_rest(run: Run) -> tuple[dict[str, Any], dict[Role, Tensor]]:
+    """Return the optimizer state that belongs to no parameter, as JSON, and its tensors.
+
+    GROUPS, ATTRIBUTES: what they did not have at the start. OWN: what its own ``state_dict`` returns.
+    Raises CheckpointError for what cannot be saved.
+    """
+    optimizer, tensors = run.optimizer, dict[str, Tensor]()
+    what, is_own = f"the optimizer {type(optimizer).__name__}", has_own_state_dict(optimizer)
+    known: dict[int, Any] = {
+        id(one): ["", key] for key, one in named_parameters(run.network, run.head).items()
+    }
+    for key, (_, states) in states_of(run.network, run.head, optimizer).items():
+        known |= {id(one): [name, key] for name, one in states.items()}
+    places = vars(optimizer), *optimizer.param_groups
+    found, *groups = [changed_values(*pair) for pair in zip(places, run.settings, strict=True)]
+    own = optimizer.state_dict() if is_own else optimizer.state
+    own = {name: one for name, one in own.items() if not isinstance(name, Tensor) and name != "param_groups"}
+    attributes = {}
+    for name, one in found.items():
+        with contextlib.suppress(CheckpointError):  # objects, such as other optimizers
+            attributes[name] = encode(one, what, tensors, known, name)
+    saved = {
+        GROUPS: encode(groups, what, tensors, known, "group"),
+        ATTRIBUTES: attributes,
+        OWN: encode(own, what, tensors, known, "state"),
+    }
+    inner = [one.state for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    kept = {id(t) for state in inner for one in state.values() for t in one.values() if torch.is_tensor(t)}
+    if kept - {*known, *map(id, tensors.values())}:
+        raise CheckpointError(f"the state_dict() of {what} lacks the state of an inner optimizer")
+    return saved, {Role(OPTIMIZER, name, REST): one.detach() for name, one in tensors.items()}
+
+
+def changed_values(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the values that may differ from those at the start; some may have changed in place."""
+    fixed = (int, float, str, tuple, type(None), torch.dtype)
+    return {
+        name: value
+        for name, value in now.items()
+        if name not in _NOT_STATE and not str(name).startswith("_optimizer") and not callable(value)
+        if not (name in before and isinstance(value, fixed) and value == before[name])
+    }
+
+
+def check_attributes(run: Run) -> dict[str, bytes]:
+    """Return a hash of each attribute that checkpoints lack, such as a deque, a generator or an object.
+
+    Raises CheckpointError if one has changed since the last check; an optimizer with its own ``state_dict``
+    knows which ones are state.
+    """
+    saved, found = collect_rest(run)[0][ATTRIBUTES], dict[str, bytes]()
+    if has_own_state_dict(run.optimizer):
+        return found
+    for name in vars(run.optimizer).keys() - saved.keys() - {"state", "param_groups"}:
+        content = _Content()
+        with contextlib.suppress(Exception):  # a lock, or a process group
+            content.dump(getattr(run.optimizer, name))
+            found[name] = content.hash.digest()
+        if found.get(name) != run.unsaved.get(name, found.get(name)):
+            raise CheckpointError(
+                f"{name!r} of the optimizer {type(run.optimizer).__name__} changes in a step, but cannot be "
+                "saved; return its content in state_dict(), or keep it outside of the optimizer"
+            )
+    return found
+
+
+class _Content(pickle.Pickler):
+    """Hashes the content of an object, to compare it with itself later, without other parts of the run."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.sha256()
+        self.write = self.hash.update
+        super().__init__(self)
+
+    def persistent_id(self, one: Any) -> str | None:
+        if isinstance(one, Tensor):
+            return f"{id(one)} {0 if isinstance(one, nn.Parameter) else one._version}"
+        return str(id(one)) if isinstance(one, (nn.Module, torch.optim.Optimizer)) else None

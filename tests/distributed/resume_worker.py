@@ -21,7 +21,7 @@ from plsc.errors import CheckpointError
 from plsc.heads import ROW_OPTIMIZERS, ShardedHead, build_margin, sharded
 from plsc.parallel.world import World, class_ranges
 from plsc.train.callbacks import UserParts
-from plsc.train.snapshot import collect_tensors
+from plsc.train.saving import collect_tensors
 from tests.distributed.worker import run_worker, smaller_world
 from tests.resuming import (
     Steady,

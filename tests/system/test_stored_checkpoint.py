@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from plsc import Entry
@@ -27,7 +26,6 @@ from plsc.config import Options, all_options
 from plsc.errors import CheckpointError, DataError
 from plsc.storage.disk import FolderLock, lock_note, open_regular
 from plsc.storage.store import Store, clean
-from plsc.train.snapshot import pack_generators, unpack_generators
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import losses_of
 from tests.system.small_entry import entry
@@ -239,14 +237,6 @@ def test_metrics_that_are_not_finite_are_left_out(work):
     for metrics in ([1], {"loss": 10**400}, {"\ud800": 1}):
         change(work / "foreign", scalars={"metrics": metrics})
         assert read_manifest(work / "foreign").metrics == {}
-
-
-def test_a_numpy_random_state_with_an_invalid_position_is_refused():
-    state = json.loads(bytes(pack_generators(torch.device("cpu")).tolist()))
-    state["numpy"][2] = 2**31 - 1
-    packed = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    with pytest.raises(CheckpointError, match="position 2147483647 of 624"):
-        unpack_generators(packed, torch.device("cpu"))
 
 
 def test_a_hidden_folder_is_not_restored_outside(work):

@@ -18,8 +18,9 @@ from plsc.errors import CheckpointError, OptionError, TrainingInterrupted
 from plsc.parallel.world import World
 from plsc.train.callbacks import FunctionCallback, UserParts
 from plsc.train.folder import RunFolder
+from plsc.train.restore import unpack_generators
 from plsc.train.run import settle
-from plsc.train.snapshot import pack_generators, unpack_generators
+from plsc.train.saving import pack_generators
 from tests.images import write_dataset, write_pair_file
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, train
 
@@ -133,7 +134,7 @@ def test_generators_come_back_from_text_and_nothing_else_does():
         b"\x80\x04.", b"[]", b"{}", b"[" * 100_000,
         *(json.dumps({**sound, key: value}).encode() for key, value in [
             ("python", [3, [1, 2], None]), ("numpy", ["PCG", [1], 0, 0, 0.0]), ("torch", "00"),
-            ("python", [3, [2**70] * 625, None]),
+            ("python", [3, [2**70] * 625, None]), ("numpy", [*sound["numpy"][:2], 2**31 - 1, 0, 0.0]),
         ]),
     ]  # fmt: skip
     for text in broken:
