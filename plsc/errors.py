@@ -217,7 +217,7 @@ def record_failure(error: BaseException) -> bool:
 _SCHEME = r"[a-z][a-z0-9+.-]{1,20}:/{1,2}"  # pathlib reduces two slashes to one
 _CHAIN = re.compile(r"(::)(?=(?:[a-z][a-z0-9+.-]*::){0,9}[a-z][a-z0-9+.-]*:/)", re.IGNORECASE)
 # A '?' may be a wildcard, but not before name=, nor in HTTP URLs.
-_QUERY = re.compile(r"(https?:/[^?]*\?|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
+_QUERY = re.compile(r"(https?:/[^?#]*[?#]|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
 # A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
 _START = rf"s3[an]?:/{{1,2}}(?=[^@/?#]*:)|{_SCHEME}(?!{_HOST})"

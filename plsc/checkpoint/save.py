@@ -213,7 +213,7 @@ def finish_folder(store: Store, target: str, name: str, manifest: Manifest, run_
     check_replaceable(store, name, run_id)
     store.write(f"{target}/{MANIFEST_NAME}", manifest.to_json().encode())
     if target != name:
-        publish(store, target, name)
+        publish(store, target, name, lambda old: check_replaceable(store, old, run_id))
         return
     for old in set(store.names(name)) - {MANIFEST_NAME, *manifest.files}:
         store.delete(f"{name}/{old}")

@@ -255,7 +255,8 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     with _blaming(path, "it is not an ONNX file"):
         model = onnx.load_model_from_string(data)
     _check_graph(path, model)
-    _check_work(path, model, image_shape)
+    for images in (1, _BATCH):  # sizes may grow with a power of the batch
+        _check_work(path, model, (images, *image_shape))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
@@ -285,15 +286,16 @@ def _check_graph(path: Path, model: onnx.ModelProto) -> None:
             raise CheckpointError(f"{path}: {what}, which plsc does not write")
 
 
-def _check_work(path: Path, model: onnx.ModelProto, image_shape: ImageShape) -> None:
+def _check_work(path: Path, model: onnx.ModelProto, shape: tuple[int, ...]) -> None:
     """Raise CheckpointError unless an image needs a known and limited number of values and operations.
 
-    Values are those of all tensors; operations are values read or written, and multiplications.
+    Values are those of all tensors; operations are values read or written, and multiplications. shape: of a
+    batch of images.
     """
     from onnx import defs, helper, shape_inference
 
     weights, opsets = model.graph.initializer, list(model.opset_import)
-    types = {INPUT: helper.make_tensor_type_proto(_FLOAT, (1, *image_shape))}
+    types = {INPUT: helper.make_tensor_type_proto(_FLOAT, shape)}
     types |= {one.name: helper.make_tensor_type_proto(one.data_type, one.dims) for one in weights}
     known = {one.name: one for one in weights if math.prod(one.dims) <= _SMALL}
     values = operations = 0
@@ -309,7 +311,7 @@ def _check_work(path: Path, model: onnx.ModelProto, image_shape: ImageShape) -> 
             written = sum(math.prod(_known_shape(types[name])) for name in node.output if name)
             values += written
             operations += written + sum(map(math.prod, shapes)) + _multiplications(node, shapes, written)
-            if values > _MOST_VALUES or operations > _MOST_OPERATIONS:
+            if values > shape[0] * _MOST_VALUES or operations > shape[0] * _MOST_OPERATIONS:
                 limits = f"{_MOST_VALUES:.1e} values or {_MOST_OPERATIONS:.1e} operations"
                 raise ValueError(f"up to it, an image needs more than {limits}")
             is_known = len(data) == len(given) or node.op_type in ("Shape", "Size")

@@ -304,18 +304,19 @@ def _as_bytes(chunks: Chunks) -> Callable[[], Iterator[memoryview]]:
 
 def is_postgres(place: object) -> bool:
     """Return whether a place is the URL of a PostgreSQL database."""
-    return is_url(str(place)) and str(place).startswith(("postgresql:/", "postgres:/"))
+    return is_url(str(place)) and str(place).lower().startswith(("postgresql:/", "postgres:/"))
 
 
 def is_folder(target: str) -> bool:
-    """Return whether a gallery is written to this place as a folder, not as a store."""
+    """Return whether a gallery is written to this place as a folder, not as a store; no URL is a folder."""
+    if not is_postgres(target) and (is_url(target) or "password=" in target):  # a folder's name is logged
+        raise OptionError("a gallery is a local folder, a file named *.sqlite or a postgresql:// URL")
     return not is_postgres(target) and not target.endswith(".sqlite")
 
 
 def open_store(place: str, model: str, size: int = 0, timeout: int = 0) -> AnyStore:
     """Open the store in an SQLite file or a database; arguments as of `Store` and `PostgresStore`."""
     if not is_postgres(place):
-        # libpq's "host=db password=..." would be a file, whose name is logged.
         if is_folder(place) and not Path(place).is_file():
             raise OptionError("a store is a file named *.sqlite or a postgresql:// URL; expected one of them")
         return Store(Path(place), model, size)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from fsspec.implementations.local import LocalFileSystem
 
-from plsc.errors import DataError
+from plsc.errors import DataError, PlscError
 from plsc.storage.disk import (
     DELETING,
     HIDDEN,
@@ -268,19 +268,24 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def publish(store: Store, temporary: str, name: str) -> None:
+def publish(store: Store, temporary: str, name: str, check: Callable[[str], None]) -> None:
     """Rename a complete folder to `name`; an older folder of that name is deleted.
 
     At every moment one complete version exists: under the name, or where `clean` finds it. Raises DataError
     if the rename fails; the older folder then has its name back.
+
+    check: raises a PlscError if the older folder must not be replaced. It gets its hidden name: under the
+    other, another process could replace it meanwhile.
     """
     old = hidden_name(name, REPLACED)
     is_replacing = store.exists(name)
     if is_replacing:
         store.rename(name, old)
     try:
+        if is_replacing:
+            check(old)
         store.rename(temporary, name)
-    except DataError:
+    except PlscError:
         if is_replacing:
             store.rename(old, name)
         raise

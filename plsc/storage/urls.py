@@ -29,7 +29,7 @@ from plsc.errors import shown as shown
 from plsc.errors import without_secrets as without_secrets
 from plsc.version import install
 
-_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]+)(::[a-z][a-z0-9+.-]*)*://", re.IGNORECASE)
 _LOCAL = re.compile(r"^(file|local):///+", re.IGNORECASE)
 _QUERY = re.compile(r"[?#][^/?#]*=")
 _NO_HOST = re.compile(r"^(\w[\w+.-]+:)/$")  # of hdfs:///, the default server, without its last two slashes
@@ -105,8 +105,7 @@ def is_url(location: object) -> bool:
     """
     if not isinstance(location, str) or _SCHEME.match(location) is None:
         return False
-    query = _QUERY.search(location)
-    if (query and re.search(r"\s", location[query.end() :])) or has_open_secret(location):
+    if (_QUERY.search(location) and re.search(r"\s", location)) or has_open_secret(location):
         raise DataError(
             "a URL has a password without a host, or a blank, '/', '?', '#', '@' or '::' where it could end; "
             "write %20, %2F, %3F, %23, %40 or %3A%3A"
@@ -428,11 +427,13 @@ def cache_folder(*parts: str) -> Path:
     root = os.environ.get("PLSC_CACHE_DIR")
     if not root:
         root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
-    folder = Path(root).expanduser().joinpath(*parts)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for place in (Path(root).expanduser(), folder):  # whose owner could replace what is in it
-        if place.stat().st_uid not in (os.geteuid(), 0, _NOBODY):
-            raise DataError(f"the cache folder {place} is another user's; set PLSC_CACHE_DIR to your own")
+    folder = Path(root).expanduser()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for part in ("", *parts):
+        folder /= part
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid not in (os.geteuid(), 0, _NOBODY):  # who could replace what is in it
+            raise DataError(f"the cache folder {folder} is another user's; set PLSC_CACHE_DIR to your own")
     return folder
 
 

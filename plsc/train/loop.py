@@ -311,7 +311,7 @@ class Trainer:
         """Save, upload until the deadline, and raise TrainingInterrupted."""
         position = self._position
         # Between two epochs, too: not every epoch is saved (checkpoint.every_n_epochs).
-        if position.step_in_epoch or position.step > self._saved_at:
+        if position.step > self._saved_at:
             self._save(wait=True)
         saver = self._saver
         # The other half is for what has to end after the uploads, before a scheduler kills the process.

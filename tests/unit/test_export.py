@@ -578,6 +578,19 @@ LARGE = {
     "kernel": graph_of(
         FILL, ("Expand", "x side", "w", {}), ("Conv", "m0 w", "y", PADS), size=IMAGE, side=[1, 1, 2047, 2047]
     ),
+    "power of the batch": graph_of(
+        ("ReduceMean", "images sides", "m0", {"keepdims": 0}),
+        *(
+            node
+            for i in range(4)
+            for node in (
+                ("Reshape", f"m{i} column", f"c{i}", {}),
+                ("Reshape", f"m{i} row", f"r{i}", {}),
+                ("MatMul", f"c{i} r{i}", f"m{i + 1}", {}),
+            )
+        ),
+        sides=[1, 2, 3], column=[-1, 1], row=[1, -1],
+    ),
     "doubled shapes": graph_of(
         ("Reshape", "images side", "s", {}), ("Shape", "s", "m0", {}), *chain("Concat", 2, axis=0),
         side=[-1, 16],

@@ -24,6 +24,7 @@ CASES = [
     ("https://me:SECRET@[::1]:80/x", "https://[::1]:80/x"),
     ("https://host/x?token=SECRET", "https://host/x?***"),
     ("https://host/x#access_token=SECRET", "https://host/x#***"),
+    ("https://host/x#t=SECRET?x", "https://host/x#***"),
     ("https://me:SECRET@host/x?token=SECRET@a/b?c=SECRET", "https://host/x?***"),
     (
         "https://b.s3.aws.com/k?X-Amz-Credential=SECRET%2F2026&X-Amz-Signature=SECRET",
@@ -45,6 +46,7 @@ OF_VALUES = [
     ("http://me:12 SECRET@host/x y", "http://host/x y"),
     ("http://me:p@a SECRET@host/x", "http://host/x"),
     ("postgresql://host/x?password=a SECRET", "postgresql://host/x?***"),
+    ("https://host/my data/x?sig=SECRET", "https://host/my data/x?***"),
 ]
 UNCHANGED = [
     "s3://bucket/part-?.tar",
@@ -64,7 +66,7 @@ OPEN = """
 CLOSED = """
     https://host:80/me:a/b@c s3://bucket/a:b/c@d https://[::1]:80/@ https://me:SECRET@[::1]:80/x
     postgresql://host:1,host:2/x s3://arn:aws:s3:eu:1:accesspoint/a/x abfs://a@host/x@y memory:///a
-    s3://me:SE@CRET@bucket/x reference://k::http:
+    s3://me:SE@CRET@bucket/x reference://k::http: simplecache::https://host/x
 """.split()  # noqa: SIM905
 
 

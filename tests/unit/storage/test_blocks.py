@@ -176,7 +176,7 @@ def test_a_cache_folder_of_another_user_is_not_used(tmp_path, prepared):
     (tmp_path / prepared).mkdir(parents=True)
     os.chown(tmp_path / prepared, 12345, -1)
     with pytest.raises(DataError, match="another user"):
-        cache_folder("blocks")
+        cache_folder("blocks", "0")
 
 
 def test_a_local_file_that_cannot_be_read_is_named(tmp_path):

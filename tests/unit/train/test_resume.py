@@ -254,6 +254,17 @@ def test_a_signal_between_two_epochs_saves_what_no_checkpoint_has(dataset, tmp_p
     assert read_manifest(tmp_path / "run/2").step == 9
 
 
+def test_a_signal_after_a_save_does_not_save_again_without_its_metrics(dataset, tmp_path):
+    user = UserParts(
+        callbacks=(FunctionCallback(lambda _: os.kill(os.getpid(), signal.SIGTERM), "saved", 1, ()),)
+    )
+    options = options_of(dataset, tmp_path / "run", train__batch_size=6, checkpoint__every_n_steps=2)
+    with pytest.raises(TrainingInterrupted):
+        train(options, WORLD, user=user)
+    (found,) = (tmp_path / "run").glob("0-step*")
+    assert "loss" in read_manifest(found).metrics
+
+
 def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
     class Scaled(Drawing):
         def __init__(self):
