@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import types
 import typing
@@ -136,4 +137,4 @@ def render_options(options: Options) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, tuple):
         value = list(value)
-    return yaml.safe_dump(value, default_flow_style=True).replace("\n...", "").strip()
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).replace("\n...", "").strip()

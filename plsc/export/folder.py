@@ -49,7 +49,7 @@ _MOST_BYTES = 2**20  # of model.json
 _PIECE = 2**20  # bytes read at a time
 _TASK = "image-feature-extraction"  # of the Hub
 _MARKS = re.compile(r"[\\|<\[`]")  # of Markdown
-_LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
+LARGEST_GRAPH, _LARGEST_FILE = 2**31 - 1, 2**38  # bytes; 10^8 classes of 512 values take 2^37.6
 
 
 class _File(TypedDict, total=False):
@@ -153,7 +153,7 @@ def check_file(folder: Path, name: str, about: object) -> None:
     held = read_record(_File, about, file)
     try:
         size = held.get("bytes", file.stat().st_size)
-        most = _LARGEST_GRAPH if name in (ONNX_NAME, TRITON_NAME) else _LARGEST_FILE
+        most = LARGEST_GRAPH if name in (ONNX_NAME, TRITON_NAME) else _LARGEST_FILE
         found = describe_file(folder, name, size)["sha256"] if size <= most else ""
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error

@@ -30,6 +30,7 @@ from plsc.evaluate.capacity import Capacity
 from plsc.export.folder import (
     CLASSES_NAME,
     DIVISORS,
+    LARGEST_GRAPH,
     MODEL_NAME,
     ONNX_NAME,
     THUMBNAILS_NAME,
@@ -41,7 +42,7 @@ from plsc.export.folder import (
     read_about,
 )
 from plsc.export.graph import INPUT, OUTPUT, missing_package
-from plsc.storage.disk import read_record
+from plsc.storage.disk import read_record, read_regular
 from plsc.storage.urls import is_url, located
 
 if TYPE_CHECKING:
@@ -210,12 +211,11 @@ class ServedModel:
             )
         return weight.numpy(), names
 
-    def thumbnail(self, number: int) -> Path | None:
-        """Return the JPEG file of a class; None if there is none."""
-        name = f"{THUMBNAILS_NAME}/{int(number)}.jpg"
-        path = self.folder / name
-        # A link could name any file of the machine.
-        return path if path.is_file() and path.resolve() == self.folder.resolve() / name else None
+    def thumbnail(self, number: int) -> bytes | None:
+        """Return the JPEG picture of a class; None if there is none."""
+        with contextlib.suppress(OSError):  # also for a link, which could name any file of the machine
+            return read_regular(self.folder / THUMBNAILS_NAME / f"{int(number)}.jpg", 2**20, self.folder)
+        return None
 
     def _run(self, images: np.ndarray) -> np.ndarray:
         with _blaming(self._path, f"it fails on {len(images)} images"):
@@ -251,7 +251,7 @@ def _start(path: Path, image_shape: ImageShape, threads: int) -> Any:
     import onnx
     import onnxruntime
 
-    data = path.read_bytes()
+    data = read_regular(path, LARGEST_GRAPH)
     with _blaming(path, "it is not an ONNX file"):
         model = onnx.load_model_from_string(data)
     _check_graph(path, model)

@@ -323,8 +323,10 @@ def _add_entries(app: FastAPI, service: Service) -> None:
 
     @app.get("/classes/{number}/thumbnail", summary="Return the picture of a class of the model")
     def class_thumbnail(number: int) -> Response:
-        path = service.model.thumbnail(number) if 0 <= number <= LARGEST_ID else None
-        return FileResponse(path) if path is not None else _missing(f"class {number} has no picture")
+        picture = service.model.thumbnail(number) if 0 <= number <= LARGEST_ID else None
+        if not picture:
+            return _missing(f"class {number} has no picture")
+        return Response(picture, media_type="image/jpeg")
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:

@@ -14,6 +14,7 @@ import os
 import posixpath
 import random
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -432,8 +433,10 @@ def cache_folder(*parts: str) -> Path:
     for part in ("", *parts):
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid not in (os.geteuid(), 0, _NOBODY):  # who could replace what is in it
-            raise DataError(f"the cache folder {folder} is another user's; set PLSC_CACHE_DIR to your own")
+        at, link = folder.stat(), folder.lstat()
+        is_open = at.st_mode & stat.S_IWOTH and not at.st_mode & stat.S_ISVTX
+        if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
+            raise DataError(f"others may write to the cache folder {folder}; set PLSC_CACHE_DIR to your own")
     return folder
 
 

@@ -175,8 +175,15 @@ def test_a_failure_is_reported_when_tries_or_time_are_over_or_at_once_if_it_is_f
 def test_a_cache_folder_of_another_user_is_not_used(tmp_path, prepared):
     (tmp_path / prepared).mkdir(parents=True)
     os.chown(tmp_path / prepared, 12345, -1)
-    with pytest.raises(DataError, match="another user"):
+    with pytest.raises(DataError, match="others may write"):
         cache_folder("blocks", "0")
+
+
+def test_a_cache_folder_that_all_may_write_to_is_not_used(cache):
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(DataError, match="others may write"):
+        cache_folder("blocks")
 
 
 def test_a_local_file_that_cannot_be_read_is_named(tmp_path):
