@@ -25,6 +25,15 @@ def entry(dataset, save_dir, **settings):
     return ins
 
 
+SMALL = {
+    "model.name": "SmallResNet",
+    "model.emb_size": 8,
+    "model.image_shape": (3, 16, 16),
+    "train.batch_size": 12,
+    "train.epochs": 1,
+}
+
+
 def shrink_defaults(monkeypatch, values):
     """Give options other defaults, for scripts that set no sizes."""
     init = Options.__init__

@@ -16,7 +16,7 @@ from plsc.data.sources import open_source
 from tests.distributed.launch import Ranks
 from tests.distributed.test_interruption import wait_for
 from tests.images import write_dataset
-from tests.system.small_entry import shrink_defaults
+from tests.system.small_entry import SMALL, shrink_defaults
 
 
 @pytest.fixture(autouse=True)
@@ -114,15 +114,6 @@ def test_an_interrupted_conversion_publishes_nothing(dataset, tmp_path, tmp_path
     assert cli.main(["data", "convert", str(dataset), str(tmp_path / name)]) == 0
     assert samples(tmp_path / name) == samples(dataset)
     assert not [path for path in left if path.exists()]
-
-
-SMALL = {
-    "model.name": "SmallResNet",
-    "model.emb_size": 8,
-    "model.image_shape": (3, 16, 16),
-    "train.batch_size": 12,
-    "train.epochs": 1,
-}
 
 
 @pytest.fixture

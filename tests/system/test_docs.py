@@ -23,18 +23,10 @@ from plsc.cli.parser import CommandParser, find_command
 from plsc.data.writers import convert
 from plsc.models import resnet
 from tests.images import write_dataset, write_pair_file
-from tests.system.small_entry import entry, shrink_defaults
+from tests.system.small_entry import SMALL, entry, shrink_defaults
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SMALL = {
-    "model.name": "SmallResNet",
-    "model.emb_size": 8,
-    "model.image_shape": (3, 16, 16),
-    "train.batch_size": 12,
-    "train.epochs": 1,
-    "train.with_test": False,
-}
 _BLOCK = re.compile(r"(<!-- not run: .*-->\n+)?^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -64,7 +56,7 @@ def surroundings(tmp_path_factory):
 def test_the_python_blocks_run(page, surroundings, tmp_path, monkeypatch):
     shutil.copytree(surroundings, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    shrink_defaults(monkeypatch, SMALL)
+    shrink_defaults(monkeypatch, {**SMALL, "train.with_test": False})
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 512))
     names = {
         "__name__": "docs",

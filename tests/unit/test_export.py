@@ -581,12 +581,9 @@ LARGE = {
     "power of the batch": graph_of(
         ("ReduceMean", "images sides", "m0", {"keepdims": 0}),
         *(
-            node
-            for i in range(4)
-            for node in (
-                ("Reshape", f"m{i} column", f"c{i}", {}),
-                ("Reshape", f"m{i} row", f"r{i}", {}),
-                ("MatMul", f"c{i} r{i}", f"m{i + 1}", {}),
+            (kind, names.format(i), f"{output}{i + (kind == 'MatMul')}", {}) for i in range(4)
+            for kind, names, output in (
+                ("Reshape", "m{} column", "c"), ("Reshape", "m{} row", "r"), ("MatMul", "c{0} r{0}", "m")
             )
         ),
         sides=[1, 2, 3], column=[-1, 1], row=[1, -1],

@@ -26,7 +26,7 @@ from plsc.cli import main
 from plsc.data.batch import BadSample, BadSampleList
 from plsc.data.pairs import read_pairs
 from plsc.data.partition.inputs import list_inputs
-from plsc.data.sources import ImageFolderSource, open_images, open_source
+from plsc.data.sources import open_images, open_source
 from plsc.data.sources.columns import read_label_map
 from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.evaluate.templates import read_protocol
@@ -117,9 +117,7 @@ def class_image(folder: Path) -> Case:
     for label in "ab":
         (folder / label).mkdir()
         images(folder / label)
-    return Case(
-        folder / "a/a.jpg", lambda: [one[0] for one in map(ImageFolderSource(folder).__getitem__, range(4))]
-    )
+    return Case(folder / "a/a.jpg", every_image(folder))
 
 
 def label_map(folder: Path) -> Case:

@@ -255,14 +255,11 @@ def test_a_signal_between_two_epochs_saves_what_no_checkpoint_has(dataset, tmp_p
 
 
 def test_a_signal_after_a_save_does_not_save_again_without_its_metrics(dataset, tmp_path):
-    user = UserParts(
-        callbacks=(FunctionCallback(lambda _: os.kill(os.getpid(), signal.SIGTERM), "saved", 1, ()),)
-    )
+    stop = FunctionCallback(lambda _: os.kill(os.getpid(), signal.SIGTERM), "after_step", 2, ())
     options = options_of(dataset, tmp_path / "run", train__batch_size=6, checkpoint__every_n_steps=2)
     with pytest.raises(TrainingInterrupted):
-        train(options, WORLD, user=user)
-    (found,) = (tmp_path / "run").glob("0-step*")
-    assert "loss" in read_manifest(found).metrics
+        train(options, WORLD, user=UserParts(callbacks=(stop,)))
+    assert "loss" in read_manifest(next((tmp_path / "run").glob("0-step*"))).metrics
 
 
 def test_what_does_not_fit_the_run_is_refused(dataset, trained, tmp_path):
