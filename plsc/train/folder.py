@@ -235,7 +235,7 @@ class RunFolder:
             is_resumed = name and not new_version and not version.holds_other_run(run_id)
             if version.name == self._interrupted or (self._interrupted is None and is_resumed):
                 return *version.places, run_id if name and run_id else fresh, name, ""
-        taken = [store.shown for store in versions[-1].stores if checkpoints_in(store)]
+        taken = [store.shown for version in versions for store in version.stores if checkpoints_in(store)]
         if not taken and not new_version:
             return *versions[-1].places, fresh, "", ""
         newest = _number(versions[0].name) if len(versions) > 1 else -1

@@ -58,9 +58,9 @@ def test_each_start_is_a_run_in_the_next_version_and_last_resumes_the_newest_in_
     start(checkpoint__load_dir="last", checkpoint__new_version=True, train__epochs=4)
     assert list(saved(run / "version_3")) == ["3"]
     assert len(list(run.glob("version_*"))) == 3
-    for _ in range(2):
-        start(save_dir="new", checkpoint__new_version=True, train__epochs=1)
-    assert [path.name for path in sorted(tmp_path.glob("new/*"))] == ["version_0", "version_1"]
+    for new in (True, True, False):  # the third one, too, because "last" is in the newest version
+        start(save_dir="new", checkpoint__new_version=new, train__epochs=1)
+    assert [path.name for path in sorted(tmp_path.glob("new/*"))] == [f"version_{n}" for n in range(3)]
 
 
 def test_ranks_that_a_launcher_started_anew_resume_the_run_of_the_dead(start, tmp_path):
