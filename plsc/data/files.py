@@ -363,11 +363,10 @@ def load_or_build(shards: Shards, kind: str, build: Callable[[], Arrays]) -> dic
 
 def _place(names: Sequence[str], kind: str) -> Path | None:
     what, _, options = kind.partition(" ")
+    text = "\n".join([*names, options]).encode("utf-8", "surrogateescape")
     with contextlib.suppress(DataError, OSError):
-        digest = hashlib.sha256("\n".join([*names, options]).encode("utf-8", "surrogateescape")).hexdigest()[
-            :32
-        ]
-        return cache_folder("index") / f"{digest}.{base_name(names[0])[:40]}.{what}"
+        name = f"{hashlib.sha256(text).hexdigest()[:32]}.{base_name(names[0])[:40]}.{what}"
+        return cache_folder("index") / name
     return None
 
 

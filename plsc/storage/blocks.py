@@ -101,7 +101,7 @@ class LocalBytes:
     def check(self) -> None:
         """Raise DataError if the file was overwritten since `fingerprint` was taken."""
         status = os.fstat(self._descriptor)
-        modified = self.fingerprint.version.partition("-")[0]  # a backup may change the time of change
+        modified = self.fingerprint.version.rpartition("-")[0]  # a backup may change the time of change
         if (status.st_size, str(status.st_mtime_ns)) != (self.fingerprint.size, modified):
             raise DataError(f"{self.location} changed while in use; start again")
 
