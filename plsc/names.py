@@ -47,8 +47,13 @@ SCHEDULES = ("step", "polynomial", "cosine", "constant")
 LOGGERS = ("jsonl", "tensorboard")
 """Of plsc/train/log.py."""
 
-CALLBACKS = ("gradient_norm", "check_shape", "check_content", "profile")
-"""Of plsc/train/run.py."""
+CALLBACKS = {
+    "gradient_norm": "log the norm of the network's gradient",
+    "check_shape": "print the shapes of parameters and outputs of each layer",
+    "check_content": "also values and statistics",
+    "profile": "trace steps 6 to 15 with torch.profiler",
+}
+"""Of plsc/train/run.py, and what they do."""
 
 PROTOCOLS = {
     "pairs": ("images", "pairs", "groups"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ def listed_names(value: str | Iterable[str]) -> list[str]:
     return list(dict.fromkeys(filter(None, (part.strip() for part in parts))))
 
 
-def _any_of(known: Sequence[str]) -> Check:
+def _any_of(known: Collection[str]) -> Check:
     def check(value: str | tuple[str, ...]) -> str | None:
         wrong = [name for name in listed_names(value) if name not in known]
         return f"any of {', '.join(known)}{did_you_mean(wrong[0], known)}" if wrong else None
@@ -82,15 +82,14 @@ class TrainOptions:
     log_period: int = of_run(200, "steps between log lines", "set_log_period(period)", at_least(1))
     loggers: str | tuple[str, ...] = declare(
         "jsonl",
-        "where metrics are written: jsonl, tensorboard; separated by commas, or a list",
+        f"where metrics are written: {', '.join(LOGGERS)}; separated by commas, or a list",
         "set_loggers(loggers)",
         _any_of(LOGGERS),
     )
     callbacks: str | tuple[str, ...] = declare(
         (),
-        "callbacks: gradient_norm (log the norm of the network's gradient), check_shape (print the shapes of "
-        "parameters and outputs of each layer), check_content (also values and statistics), "
-        "profile (trace steps 6 to 15 with torch.profiler); separated by commas, or a list",
+        f"callbacks: {', '.join(f'{name} ({does})' for name, does in CALLBACKS.items())}; "
+        "separated by commas, or a list",
         "set_callbacks(callbacks)",
         _any_of(CALLBACKS),
     )

@@ -306,7 +306,7 @@ def test_names_are_those_of_the_owners():
         (names.LOGGERS, LOGGERS),
         (names.CALLBACKS, CALLBACKS),
     ):
-        assert listed == tuple(owned)
+        assert tuple(listed) == tuple(owned)
     known = {field.name for field in dataclasses.fields(ProtocolData)}
     for name, arguments in names.PROTOCOLS.items():
         assert hasattr(Evaluator, f"run_{name}")
