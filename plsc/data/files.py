@@ -32,8 +32,8 @@ from plsc.storage.blocks import (
     Bytes,
     Fingerprint,
     LocalBytes,
-    RemoteBytes,
     fingerprint_of,
+    open_bytes,
     streamed,
     text_lines,
 )
@@ -233,9 +233,7 @@ class Shards:
             if found is None:
                 location, data_dir, known = self.locations[shard], self._data_dir, self.fingerprints[shard]
                 folder = None if data_dir is None else folder_of(location, data_dir)
-                is_remote = is_url(location)  # then each block looks whether it has changed
-                found = RemoteBytes(location, known) if is_remote else LocalBytes(location, folder, known)
-                self._open[shard] = found
+                found = self._open[shard] = open_bytes(location, folder, known)
                 if len(self._open) > _MOST_OPEN:  # a thread that still reads the file keeps it open
                     self._open.popitem(last=False)
             else:

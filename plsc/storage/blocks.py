@@ -61,9 +61,16 @@ class Bytes(Protocol):
         ...
 
 
-def open_bytes(location: str | Path, folder: AnyPath | None = None) -> Bytes:
-    """Open a local file (as `open_regular`) or fsspec URL; DataError if it is missing or refused."""
-    return RemoteBytes(str(location)) if is_url(location) else LocalBytes(location, folder)
+def open_bytes(
+    location: str | Path, folder: AnyPath | None = None, fingerprint: Fingerprint | None = None
+) -> Bytes:
+    """Open a local file (as `open_regular`) or fsspec URL; DataError if it is missing or refused.
+
+    fingerprint: that of before. DataError if the file has changed since; a remote one, when it is read.
+    """
+    if is_url(location):
+        return RemoteBytes(str(location), fingerprint)
+    return LocalBytes(location, folder, fingerprint)
 
 
 def fingerprint_of(location: str | Path) -> Fingerprint:

@@ -106,7 +106,7 @@ def test_types_of_others_before_those_of_the_server_are_not_used(database):
         connection.execute(f"CREATE FUNCTION theirs.f(_text) RETURNS bool LANGUAGE plpgsql AS $${fails}$$")
         connection.execute("CREATE DOMAIN theirs.text AS pg_catalog.text[] CHECK (theirs.f(VALUE))")
     with opened(f"{database}?options=-csearch_path%3Dtheirs,pg_catalog") as store:
-        store.write(news(1))
+        assert store.write(news(1)) == [1]
 
 
 def test_the_index_finds_nearly_all_nearest_entries_and_deleted_ones_hide_none(database):
