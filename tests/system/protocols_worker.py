@@ -13,23 +13,25 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from plsc.names import PROTOCOLS
 from tests.system.small_entry import entry
 
-CASES = {
-    "pairs": {"pairs": "pairs.txt"},
-    "bin": {"pairs": "lfw.bin"},
-    "gallery": {"images": "", "gallery": "gallery", "distractors": "distractors"},
-    "templates": {"images": "", "templates": "templates"},
-    "pairs_groups": {"pairs": "pairs.txt", "groups": "groups.tsv"},
-    "identify_groups": {"groups": "groups.tsv"},
-    "retrieval_groups": {"groups": "groups.tsv"},
+_PLACES = {
+    "images": "", "pairs": "pairs.txt", "gallery": "gallery", "distractors": "distractors",
+    "templates": "templates", "groups": "groups.tsv",
+}  # fmt: skip
+CASES = {  # each protocol with all of its arguments, and some without
+    **{name: (name, {one: _PLACES[one] for one in takes}) for name, takes in PROTOCOLS.items()},
+    "plain": ("pairs", {"pairs": "pairs.txt"}),
+    "bin": ("pairs", {"pairs": "lfw.bin"}),
+    "split": ("identify", {"groups": "groups.tsv"}),
 }
-PROTOCOLS = {"bin": "pairs", "gallery": "identify"}  # of cases with another name
-PROTOCOLS |= {case: case.removesuffix("_groups") for case in CASES if case.endswith("_groups")}
 
 
-def places(dataset: str, case: str) -> dict[str, str]:
-    return {name: str(Path(dataset) / place) for name, place in CASES[case].items()}
+def arguments_of(dataset: str, case: str) -> dict[str, str]:
+    """The arguments of `Entry.test`, but for the output."""
+    protocol, places = CASES[case]
+    return {"protocol": protocol, **{name: str(Path(dataset) / place) for name, place in places.items()}}
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
     ins.set_checkpoint_dir(checkpoint)
     ins.set_test_batch_size(3)
     for case in CASES:
-        found = ins.test(PROTOCOLS.get(case, case), **places(dataset, case), output=f"{output}/{case}")
+        found = ins.test(**arguments_of(dataset, case), output=f"{output}/{case}")
         results[case] = {name: one.as_dict() for name, one in found.items()}
     rank = os.environ.get("RANK", "0")
     (Path(output) / f"results-{rank}.json").write_text(json.dumps(results))

@@ -15,7 +15,7 @@ from plsc.errors import DataError, OptionError
 from plsc.evaluate.capacity import Capacity
 from tests.distributed.launch import run_ranks
 from tests.images import write_dataset, write_pair_file
-from tests.system.protocols_worker import PROTOCOLS, places
+from tests.system.protocols_worker import arguments_of
 from tests.system.small_entry import entry
 
 pytestmark = pytest.mark.slow
@@ -93,21 +93,19 @@ def test_results_and_reports_do_not_depend_on_the_number_of_ranks(faces, checkpo
     assert shown == {path.name for path in output.glob("*/*.png")}
 
 
-@pytest.mark.parametrize("case", ["gallery", "templates"])
+@pytest.mark.parametrize("case", ["identify", "templates"])
 def test_the_command_gives_the_same_report(faces, checkpoint, alone, tmp_path, case):
-    flags = [f"--{name}={place}" for name, place in places(str(faces), case).items()]
+    flags = [f"--{name}={place}" for name, place in arguments_of(str(faces), case).items()]
     words = [
-        "test", f"--protocol={PROTOCOLS.get(case, case)}", *flags, f"--output={tmp_path}",
-        f"--checkpoint.load_dir={checkpoint}", f"--data.dataset_dir={faces}", "--train.test_batch_size=3",
-    ]  # fmt: skip
+        *("test", *flags, f"--output={tmp_path}", "--train.test_batch_size=3"),
+        *(f"--checkpoint.load_dir={checkpoint}", f"--data.dataset_dir={faces}"),
+    ]
     assert main(words) == 0
     assert (tmp_path / "report.json").read_text() == (alone / case / "report.json").read_text()
 
 
 def test_groups_add_results_and_change_none(alone):
-    plain, grouped = (
-        json.loads((alone / case / "report.json").read_text()) for case in ("pairs", "pairs_groups")
-    )
+    plain, grouped = (json.loads((alone / case / "report.json").read_text()) for case in ("plain", "pairs"))
     assert grouped.items() >= plain.items()
     added = [values for title, values in grouped.items() if title not in plain]
     assert len(added) == 1
