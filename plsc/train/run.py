@@ -20,7 +20,7 @@ from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
 from plsc.checkpoint.tensor_files import shorten
 from plsc.checkpoint.weights_file import WeightsFile, opened_at
 from plsc.config import Config, Options
-from plsc.config.option import name_and_arguments, names_code
+from plsc.config.option import name_and_arguments
 from plsc.config.options import CHECKPOINT
 from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
 from plsc.errors import CheckpointError, OptionError, suggest
@@ -30,6 +30,7 @@ from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
+from plsc.names import names_code
 from plsc.parallel.world import World
 from plsc.train.build import (
     build_scaler,
@@ -208,7 +209,7 @@ def _check_network(path: Path, manifest: Manifest, name: str, build: Callable[[]
     """Raise CheckpointError if the tensors of a checkpoint do not fit the network of its options."""
     saved = {info.role.name: info for info in manifest.tensors.values() if info.role.kind == BACKBONE}
     # A custom or third-party network may not work on the meta device.
-    is_foreign, is_wrong = ":" in name or "/" in name, False
+    is_foreign, is_wrong = names_code(name) or "/" in name, False
     state = {}
     try:
         with torch.device("meta"):  # allocates no memory and skips initialisation
