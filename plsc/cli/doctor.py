@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from plsc.cli.parser import Command
 from plsc.config import Options
-from plsc.errors import OptionError
+from plsc.errors import OptionError, kind_and_line
 from plsc.version import __version__
 
 _SECONDS = 60.0  # timeout of a rank, unless runtime.timeout is set
@@ -32,8 +32,11 @@ def run_doctor(options: Options) -> None:
     if "runtime.timeout" not in options.values:
         runtime = replace(runtime, timeout=_SECONDS)
     world = join_ranks(runtime)
-    local = [_versions(), _devices(), _head_kernels(world.device), _data_tools()]
-    findings = [*local, _collective(world)]
+    findings = [_versions(), _devices(), _head_kernels(world.device), _data_tools()]
+    try:
+        findings.append(_collective(world))
+    except RuntimeError as error:  # of gloo or NCCL
+        findings.append(Finding("error", "collective", f"{kind_and_line(error)}; check network and driver"))
     world.close()
     for status, name, text in findings if world.is_main else []:
         print(f"{status:9}{name:14}{text}")
