@@ -201,7 +201,9 @@ class Column:
             if (column.dtype, column.shape) != (self.dtype, shape):
                 raise ValueError(f"{self._name} is {column.dtype} {column.shape}, not {self.dtype} {shape}")
         except Exception as error:  # a damaged file fails in many ways
-            raise DataError(f"{file} is damaged ({kind_and_line(error):.300}); predict again") from error
+            raise DataError(
+                f"{file} is damaged ({kind_and_line(error):.300}); delete it, and predict again"
+            ) from error
         return column
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -461,7 +461,12 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
         folder.mkdir(parents=True, exist_ok=True)
         write_index(folder, {**about, "complete": False})
         return {}, about["rows_per_shard"]
-    index = read_index(folder)
+    index, is_complete = read_index(folder), False
+    with suppress(DataError):
+        Embeddings(folder)
+        is_complete = True  # its images may have changed since, under the same names
+    if is_complete:
+        raise DataError(f"{folder} is complete; choose another folder, or plsc.open_embeddings")
     for name in ("model", "input", "flip", "precision", "columns", "images", "dataset"):
         ours, theirs = about[name], index.get(name)
         if name == "model":  # at another place, it is the same model
