@@ -220,9 +220,12 @@ _CHAIN = re.compile(r"(::)(?=(?:[a-z][a-z0-9+.-]*::){0,9}[a-z][a-z0-9+.-]*:/)", 
 _QUERY = re.compile(r"(https?:/[^?#]*[?#]|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
 # A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
+_CONTAINER = r"(?:abfss?|az):/{1,2}[^@:/?#]*@(?![^/?#]*@)"  # of an account of Azure
 _START = rf"s3[an]?:/{{1,2}}(?=[^@/?#]*:)|{_SCHEME}(?!{_HOST})"
 # A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
-_USER = re.compile(rf"({_START})(?:[^@:/?#]*@(?![^/?#]*@)|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE)
+_USER = re.compile(
+    rf"({_CONTAINER})|({_START})(?:[^@:/?#]*@(?![^/?#]*@)|.*@|[^@/]*(?=[?#]\*\*\*))", re.IGNORECASE
+)
 # A password with blanks, unless the ':' is before a port or ends a part of the sentence.
 _BLANKS = re.compile(
     rf"({_SCHEME})[^@/\s:\[]*:(?!:|\d{{0,5}}[\s/])[^@\s?#]{{0,99}}[^\S\n][^@\n]{{0,99}}@", re.IGNORECASE
@@ -251,7 +254,7 @@ def _redacted(text: str, by_client: bool = False) -> str:
     if len(text) > _LONGEST_URL:  # the search takes quadratic time
         return f"({len(text)} characters)"
     url = text.rstrip("'\")]}>,.;:")
-    parts = [_USER.sub(r"\1", part) for part in _CHAIN.split(_QUERY.sub(r"\1***", url))]
+    parts = [_USER.sub(r"\1\2", part) for part in _CHAIN.split(_QUERY.sub(r"\1***", url))]
     if by_client:
         parts = [_USER_OF_CLIENT.sub("", part) for part in parts]
     return "".join(parts) + text[len(url) :]

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from threading import RLock
@@ -36,7 +37,7 @@ from plsc.errors import CheckpointError, DataError, PlscError
 from plsc.machine import BackgroundThread, Counter
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
 from plsc.parallel.world import World
-from plsc.storage.disk import SAVING, hidden_name, read_regular, replacing
+from plsc.storage.disk import SAVING, FolderLock, hidden_name, read_regular, replacing
 from plsc.storage.store import OnBytes, Store
 from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
@@ -313,9 +314,13 @@ def fetch(url: str, world: World, folder: Path | None = None) -> Path:
             progress.log()
 
     def finish() -> None:
-        if index == 0:
-            # Another process may be writing into `work`: only what was checked is published.
-            whole = target.with_name(hidden_name(target.name))
+        if index != 0:
+            return
+        # Other processes may fetch it into the cache folder, too, and be writing into `work`.
+        with FolderLock(target.parent) if folder is None else nullcontext():
+            if _is_fetched(target, manifest, run_id):
+                return
+            whole = target.with_name(hidden_name(target.name))  # has only what was checked
             whole.mkdir()
             try:
                 for name in manifest.files:

@@ -154,6 +154,9 @@ def _add(archive: tarfile.TarFile, name: str, path: Path, whole: Any) -> int:
             whole.update(_head(name, status.st_size))
             reader: Any = _HashingReader(file, whole)
             archive.addfile(_entry(name, status), reader)
+            now = os.fstat(file.fileno())
+            if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+                raise DataError(f"{printable(str(path))} has changed while it was packed; pack again")
     except OSError as error:
         reason = error.strerror or "it became shorter"
         raise DataError(f"{printable(str(path))} cannot be packed: {reason}") from error

@@ -39,6 +39,7 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss",
 _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 _MOST_ANSWER = 2**27  # bytes of an answer over HTTP; a call asks for at most 64 MiB and 5 MiB ahead
 _NOBODY = 65534  # to whom NFS maps root
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LOOK_SECONDS = 0.5
 Answer = TypeVar("Answer")
 # A retry does not help: the file is missing, or access is denied.
@@ -202,7 +203,8 @@ def find_matching(pattern: str) -> list[str]:
     filesystem, inside = open_filesystem(pattern)
     parts = inside.split("/")
     fixed = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
-    found = ["/".join(parts[:fixed])]
+    first = "/".join(parts[:fixed])
+    found = [first]
     for place, part in enumerate(parts[fixed:], fixed + 1):
         found = [
             path
@@ -210,7 +212,9 @@ def find_matching(pattern: str) -> list[str]:
             for path, kind in _list(filesystem, folder).items()
             if fnmatch.fnmatchcase(base_name(path), part) and (place == len(parts) or kind == "directory")
         ]
-    return [filesystem.unstrip_protocol(path) for path in found]
+    # What `unstrip_protocol` returns lacks the account of abfs://container@account/.
+    start = "/".join(pattern.split("/")[: fixed - len(parts)])
+    return [start + path[len(first) :] for path in found]
 
 
 def list_folder(url: str) -> dict[str, str]:
@@ -423,7 +427,7 @@ def cache_folder(*parts: str) -> Path:
     """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
 
     Creates it with mode 700 if missing, because cached data may be private. Raises OSError if that fails, and
-    DataError if it is another user's.
+    DataError if others may write to it.
     """
     root = os.environ.get("PLSC_CACHE_DIR")
     if not root:
@@ -434,9 +438,9 @@ def cache_folder(*parts: str) -> Path:
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
         at, link = folder.stat(), folder.lstat()
-        is_open = at.st_mode & stat.S_IWOTH and not at.st_mode & stat.S_ISVTX
+        is_open = at.st_mode & _BY_OTHERS and (part or not at.st_mode & stat.S_ISVTX)
         if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
-            raise DataError(f"others may write to the cache folder {folder}; set PLSC_CACHE_DIR to your own")
+            raise DataError(f"others may write to {folder}; chmod go-w it, or set PLSC_CACHE_DIR to your own")
     return folder
 
 

@@ -108,6 +108,7 @@ class RunFolder:
         self._launches: list[str] = []
         self._interrupted: str | None = None  # the version in which ranks of these launches were saving
         self._locations: set[str] = set()  # path or URL of the checkpoint, or both
+        self._saved: list[str] = []  # checkpoints in `path` when it was chosen
 
     # 1. The checkpoint to load.
 
@@ -210,6 +211,7 @@ class RunFolder:
         self.path, self._url, self.run_id, self.resumed, self.note = on_main_rank(
             world, doing, partial(self._choose, new_version)
         )
+        self._saved = own_result(world, doing, self._names)
 
     def _restore_replaced(self) -> None:
         """Restore checkpoints that a killed run was replacing, on the disk of this machine."""
@@ -271,6 +273,8 @@ class RunFolder:
 
     def _lock(self, epochs: int, locks: contextlib.ExitStack) -> None:
         locks.enter_context(FolderLock(self.path, {"launches": self._launches}))
+        if self._names() != self._saved:
+            raise CheckpointError(f"a process that has ended meanwhile saved to {self.path}; start again")
         folder = Store(self.path)
         _clean(folder)
         first = 0 if self.checkpoint is None else self.checkpoint[1].epoch
@@ -279,6 +283,10 @@ class RunFolder:
         for name in filter(_EPOCH.fullmatch, folder.names()):
             if first <= int(name) < epochs:
                 check_replaceable(folder, name, self.run_id)
+
+    def _names(self) -> list[str]:
+        """Return the names of the checkpoints in the folder on this machine."""
+        return [name for name, _ in checkpoints_in(Store(self.path))]
 
     def _connect(self, url: str) -> Store:
         """Return the store after checking that it responds."""
@@ -294,7 +302,7 @@ class RunFolder:
         """Use a temporary folder and no store; it is deleted, unless it has a file named `kept`."""
         world = self._world
         self.path = Path(world.broadcast_object(tempfile.mkdtemp(prefix="plsc-") if world.is_main else ""))
-        self._url, self.note = None, ""
+        self._url, self.note, self._saved = None, "", []
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ CASES = [
     ("http://me:a SECRET\u00a0SECRET\tSECRET@host/x y", "http://host/x y"),
     ("zip://a.zip::https://me:SE CR/ET SECRET@host/x", "zip://a.zip::https://host/x"),
     ("s3://me:/SECRET@bucket/x", "s3://bucket/x"),
+    ("abfs://me:SECRET@host/x", "abfs://host/x"),
     (f"s3://me:{'SECRET://x:' * 10**4}@bucket/x", "(110017 characters)"),
     ("https://me:SECRET@[::1]:80/x", "https://[::1]:80/x"),
     ("https://host/x?token=SECRET", "https://host/x?***"),
@@ -55,6 +56,7 @@ UNCHANGED = [
     "zip://a/b@2.csv::https://host:80/x.zip",
     "two  spaces\tand\nlines",
     "s3://bucket/a:b@c",
+    "abfs://container@account.dfs.core.windows.net/x@y",
     "hdfs://namenode:9000 has no a@b, http://host: a@b",
 ]
 

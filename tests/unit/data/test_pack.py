@@ -86,6 +86,19 @@ def test_archives_are_written_to_and_read_from_remote_stores(folder, tmp_path, s
     assert [name.rsplit("/", 1)[-1] for name in names] == ["a.tar.zst"]
 
 
+def test_a_file_that_changes_while_it_is_packed_is_named(folder, tmp_path, monkeypatch):
+    add = tarfile.TarFile.addfile
+
+    def grow(*given):
+        add(*given)
+        with (folder / "images/été/a.jpg").open("ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(tarfile.TarFile, "addfile", grow)
+    with pytest.raises(DataError, match=r"a\.jpg has changed"):
+        pack(folder, str(tmp_path / "out.tar.zst"))
+
+
 @pytest.mark.parametrize("make", [lambda p: p.symlink_to("/etc"), os.mkfifo])
 def test_links_and_pipes_are_not_packed(folder, tmp_path, make):
     make(folder / "images" / "odd")

@@ -179,9 +179,10 @@ def test_a_cache_folder_of_another_user_is_not_used(tmp_path, prepared):
         cache_folder("blocks", "0")
 
 
-def test_a_cache_folder_that_all_may_write_to_is_not_used(cache):
-    cache.mkdir()
-    cache.chmod(0o777)
+@pytest.mark.parametrize(("folder", "mode"), [(".", 0o777), (".", 0o2775), ("blocks", 0o1777)])
+def test_a_cache_folder_that_others_may_write_to_is_not_used(cache, folder, mode):
+    (cache / folder).mkdir(parents=True)
+    (cache / folder).chmod(mode)
     with pytest.raises(DataError, match="others may write"):
         cache_folder("blocks")
 

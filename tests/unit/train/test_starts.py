@@ -7,7 +7,9 @@ import shutil
 import pytest
 
 from plsc.checkpoint import list_checkpoints, save
+from plsc.errors import CheckpointError
 from plsc.parallel.world import World
+from plsc.train.folder import RunFolder
 from tests.images import write_dataset
 from tests.resuming import options_of, train
 
@@ -110,6 +112,15 @@ def test_a_checkpoint_that_a_killed_run_was_replacing_is_found_by_the_next_start
     assert f"a run was killed while it replaced {folder / '1'}; the old version was restored" in shown.err
     assert f"resuming from {folder / '1'} at step 4" in shown.out
     assert saved(folder) == {**before, "2": before["1"]}
+
+
+def test_a_run_does_not_replace_what_was_saved_while_it_started(start, tmp_path):
+    start()
+    folder = RunFolder(WORLD, str(tmp_path / "run"), load_dir="last")
+    folder.choose()
+    shutil.copytree(tmp_path / "run/1", tmp_path / "run/2")
+    with pytest.raises(CheckpointError, match="meanwhile"), folder.locked(3):
+        pass
 
 
 def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(start, tmp_path):
