@@ -170,8 +170,8 @@ def without_our_frames(error: PlscError) -> PlscError:
 
 
 def kind_and_line(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message, if any."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    """Return the type of an error and the first line of its message, if any, without secrets."""
+    return shown(": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]]))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from plsc.errors import CheckpointError, OptionError, did_you_mean, suggest
+from plsc.errors import CheckpointError, OptionError, did_you_mean, shown, suggest
 from plsc.names import importable, names_code
 
 Size = typing.NewType("Size", int)
@@ -238,7 +238,7 @@ def is_finite_number(value: Any) -> bool:
 
 def shown_value(value: Any) -> str:
     """Return the repr of a value for an error message, shortened to one line."""
-    return f"{value!r:.160}"
+    return f"{shown(repr(value)):.160}"
 
 
 def specs_of(group: str, factory: type) -> dict[str, OptionSpec]:

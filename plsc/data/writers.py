@@ -85,7 +85,9 @@ def writer_of(location: str) -> Write:
     suffix = name[name.rindex(".") :] if "." in name.lstrip(".") else ""
     if suffix not in WRITERS:
         known = ", ".join(filter(None, WRITERS))
-        raise DataError(f"{base_name(location)!r}: unknown suffix {suffix!r}; expected {known}, or none")
+        raise DataError(
+            f"{base_name(shown(location))!r}: unknown suffix {suffix!r}; expected {known}, or none"
+        )
     return WRITERS[suffix]
 
 

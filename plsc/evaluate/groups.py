@@ -112,7 +112,9 @@ def read_groups(path: str, images: Sequence[Any]) -> Groups:
         is_pair = len(fields) == 2 and all(fields) and fields[1] != ACROSS
         if not is_pair or table.setdefault(*fields) != fields[1]:
             expected = f"'{fields[0]}' in the group '{table[fields[0]]}', as before" if is_pair else _EXPECTED
-            raise DataError(f"{shown(path)}:{number}: expected {expected}, got '{printable(line[:200])}'")
+            raise DataError(
+                f"{shown(path)}:{number}: expected {expected}, got '{shown(printable(line))[:200]}'"
+            )
     numbers = {group: number for number, group in enumerate(sorted(set(table.values())))}
     found = [next((name for name in names if name in table), "") for names in _names_of(images)]
     unknown = sorted(table.keys() - set(found))

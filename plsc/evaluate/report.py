@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
+from plsc.errors import shown, without_secrets
 from plsc.storage.disk import replacing
 
 _MARKS = re.compile(r"[<|]|\]\(")  # of Markdown
@@ -105,7 +106,8 @@ def write_report(folder: str | os.PathLike[str], title: str, sections: Sequence[
             draw(folder / name)
         lines += lines_of(section)
     values = {one.title: {**one.values, "choices": list(one.choices)} for one in sections}
-    for name, text in (("report.md", "\n".join(lines)), ("report.json", json.dumps(values, indent=2) + "\n")):
+    data = json.dumps(without_secrets(values), indent=2) + "\n"
+    for name, text in (("report.md", shown("\n".join(lines))), ("report.json", data)):
         with replacing(folder / name) as temporary:
             temporary.write_text(text, encoding="utf-8")
     return folder / "report.md"

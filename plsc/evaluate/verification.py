@@ -180,7 +180,7 @@ def _parse(line: bytes) -> list[bytes]:
     if len(by_comma) == 3 and by_comma[2].lower() in _FLAGS:  # else a path may contain a comma
         fields = by_comma
     if len(fields) != 3 or not all(fields) or fields[2].lower() not in _FLAGS:
-        raise ValueError(f"{_EXPECTED}, got '{printable(line[:200])}'")
+        raise ValueError(f"{_EXPECTED}, got '{shown(printable(line))[:200]}'")
     return [*fields[:2], _FLAGS[fields[2].lower()]]
 
 
@@ -205,7 +205,7 @@ class _Lfw:
         if is_same:
             fields.insert(2, fields[0])
         if len(fields) != 4 or not all(one.isdigit() and len(one) <= 6 for one in fields[1::2]):
-            raise ValueError(f"{_EXPECTED_LFW}, got '{printable(line[:200])}'")
+            raise ValueError(f"{_EXPECTED_LFW}, got '{shown(printable(line))[:200]}'")
         return [self._path(*fields[:2]), self._path(*fields[2:]), b"1" if is_same else b"0"]
 
     def _path(self, name: bytes, number: bytes) -> bytes:

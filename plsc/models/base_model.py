@@ -272,7 +272,8 @@ def unwrap(network: nn.Module) -> None:
 def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
     """Return the arguments of the network's constructor by name.
 
-    None if an argument is not a number, bool, short string or None, or a list or dict of these.
+    None if an argument is not a number, bool, short string or None, or a list or dict of these. Strings that
+    could be a path or URL, of which the query may be secret, are left out, as `safe_arguments` would.
     """
     args, kwargs = model._given
     signature = inspect.signature(type(model).__init__)
@@ -283,7 +284,7 @@ def constructor_arguments(model: BaseModel) -> dict[str, Any] | None:
             given |= given.pop(name, {})
         elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and name in given:
             return None
-    return given if _is_plain(given, _SHORT) else None
+    return safe_arguments(given) if _is_plain(given, _SHORT) else None
 
 
 def safe_arguments(saved: Any) -> dict[str, Any]:

@@ -371,12 +371,13 @@ class Samples:
         return [shown(str(self._where(number))) for number in numbers]
 
     def have(self, numbers: range, names: list[str], labels: np.ndarray) -> bool:
-        """Return whether all of these names, with their labels, are those of some images."""
-        known: Any = self.names(numbers)
+        """Return whether these names, with their labels, are those of some images, in their order."""
+        known: Iterator[Any] = iter(self.names(numbers))
+        stored: Iterator[Any] = iter(names)
         if isinstance(self.source, IndexedSource):  # another one would have to read its images
             own = self.source.labels()[numbers.start : numbers.stop].tolist()
-            return set(zip(names, labels.tolist(), strict=True)) <= set(zip(known, own, strict=True))
-        return set(names) <= set(known)
+            known, stored = zip(known, own, strict=True), zip(names, labels.tolist(), strict=True)
+        return all(one in known for one in stored)
 
 
 class StreamedSamples:

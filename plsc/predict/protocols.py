@@ -167,7 +167,7 @@ class Evaluator:
         else:
             place, is_strict = config.data, config.data.bad_images == "stop"
             how: Any = {"allowed": place.allowed, "landmarks": place.landmarks, "is_strict": is_strict}
-            targets = [open_pairs(data.pairs, Path(base_name(data.pairs)).stem, data.images, **how)]
+            targets = [open_pairs(data.pairs, Path(base_name(shown(data.pairs))).stem, data.images, **how)]
         groups = [self._groups(target.images) for target in targets]
         for target, own in zip(targets, groups, strict=True):
             result = verify_target(self.trained.embed(target.images, target.name), target, self.trained.world)

@@ -5,13 +5,16 @@ Calls to a remote store are retried for a limited time; calls that get no answer
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
+import grp
 import hashlib
 import html
 import math
 import os
 import posixpath
+import pwd
 import random
 import re
 import stat
@@ -39,7 +42,6 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss",
 _LINK = re.compile(r"""\bhref=["']([^"'<>\s]+)""", re.IGNORECASE)
 _MOST_ANSWER = 2**27  # bytes of an answer over HTTP; a call asks for at most 64 MiB and 5 MiB ahead
 _NOBODY = 65534  # to whom NFS maps root
-_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _LOOK_SECONDS = 0.5
 Answer = TypeVar("Answer")
 # A retry does not help: the file is missing, or access is denied.
@@ -146,7 +148,7 @@ def open_filesystem(url: str) -> tuple[Any, str]:
             extra = _EXTRAS.get(protocol, protocol)
             command = install(extra) if extra in ("hdfs", "s3") else f"pip install {extra}"
             problem = f"needs a client that is not installed; run {command}"
-        elif isinstance(error, ValueError):
+        elif protocol not in fsspec.available_protocols():
             problem = f"has the unknown protocol {protocol!r}"
             problem += did_you_mean(protocol, fsspec.available_protocols())
         raise DataError(f"{shown(url)} {problem}") from None
@@ -280,7 +282,7 @@ def located(name: str, folder: str, allowed: Sequence[str] = (), listing: str = 
         is_inside = is_inside and "::" not in name and ".." not in parts and name.isprintable()
     if not name or "\0" in name or not is_inside:
         raise DataError(
-            f"the location {name[:200]!r} is outside {folder} and {own}/, or has a null byte; "
+            f"the location {shown(name)[:200]!r} is outside {folder} and {own}/, or has a null byte; "
             "name its prefix in the argument `allowed`"
         )
     return place
@@ -433,15 +435,34 @@ def cache_folder(*parts: str) -> Path:
     if not root:
         root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
     folder = Path(root).expanduser()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Who may rename a folder can put one with other content in its place, also above the cache.
+    for place in reversed(folder.resolve().parents):
+        _check_own(place)
     for part in ("", *parts):
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
-        at, link = folder.stat(), folder.lstat()
-        is_open = at.st_mode & _BY_OTHERS and (part or not at.st_mode & stat.S_ISVTX)
-        if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
-            raise DataError(f"others may write to {folder}; chmod go-w it, or set PLSC_CACHE_DIR to your own")
+        _check_own(folder, may_be_shared=not part)
     return folder
+
+
+def _check_own(folder: Path, may_be_shared: bool = True) -> None:
+    """Raise DataError if others may write to a folder; they may add to a shared one, but rename nothing."""
+    at, link = folder.stat(), folder.lstat()
+    by_group = at.st_mode & stat.S_IWGRP and at.st_gid != 0 and not _is_of_one_user(at.st_gid)
+    is_shared = may_be_shared and at.st_mode & stat.S_ISVTX
+    is_open = (at.st_mode & stat.S_IWOTH or by_group) and not is_shared
+    if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
+        raise DataError(
+            f"others may write to {folder}; set PLSC_CACHE_DIR to a folder of your own, below none of others"
+        )
+
+
+def _is_of_one_user(group: int) -> bool:
+    """Return whether a group is named as this user: systems make one for each, without other members."""
+    with contextlib.suppress(KeyError):
+        return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
+    return False
 
 
 def folder_for(kind: str, url: str) -> Path:

@@ -11,8 +11,9 @@ A run at `save_dir` (locally, in a store, or in both) finds or leaves there::
 
 1. A checkpoint is a path, a URL, ``last`` or ``best`` of `save_dir`: that of the newest version that has one.
    ``last`` starts from scratch if there is none.
-2. A run that resumes a checkpoint of such a folder continues there, with its run id. Any other run gets a new
-   id, and the next version if `save_dir` has checkpoints. It deletes and replaces only what has its id.
+2. A run that resumes the newest checkpoint of such a folder continues there, with its run id. Any other run
+   gets a new id, and the next version if `save_dir` has checkpoints: one that resumes an older checkpoint
+   takes another course. A run deletes and replaces only what has its id.
 3. Ranks that a launcher restarts resume the newest checkpoint of the version whose lock names that launcher.
 4. What a killed run left unfinished is removed, and a checkpoint that it was replacing is restored.
 """
@@ -34,7 +35,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, TypedDict
 
 from plsc.checkpoint import read_manifest
-from plsc.checkpoint.manifest import OpenedCheckpoint, age_key, checkpoints_in
+from plsc.checkpoint.manifest import Manifest, OpenedCheckpoint, age_key, checkpoints_in
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.save import BEST_NAME, check_replaceable
 from plsc.errors import CheckpointError, DataError, OptionError
@@ -108,7 +109,6 @@ class RunFolder:
         self._launches: list[str] = []
         self._interrupted: str | None = None  # the version in which ranks of these launches were saving
         self._locations: set[str] = set()  # path or URL of the checkpoint, or both
-        self._saved: list[str] = []  # checkpoints in `path` when it was chosen
 
     # 1. The checkpoint to load.
 
@@ -211,7 +211,6 @@ class RunFolder:
         self.path, self._url, self.run_id, self.resumed, self.note = on_main_rank(
             world, doing, partial(self._choose, new_version)
         )
-        self._saved = own_result(world, doing, self._names)
 
     def _restore_replaced(self) -> None:
         """Restore checkpoints that a killed run was replacing, on the disk of this machine."""
@@ -229,12 +228,13 @@ class RunFolder:
 
     def _choose(self, new_version: bool) -> tuple[Path, str | None, str, str, str]:
         """Return path, URL, run id, name of the resumed checkpoint and note; called by one process."""
-        run_id = "" if self.checkpoint is None else self.checkpoint[1].run_id
+        resumed = self.checkpoint and self.checkpoint[1]
+        run_id = resumed.run_id if resumed else ""
         fresh = secrets.token_hex(8)
         versions = self._versions()
         for version in versions:
             name = version.name_of(self._locations)
-            is_resumed = name and not new_version and not version.holds_other_run(run_id)
+            is_resumed = name and resumed and not new_version and version.continues(resumed)
             if version.name == self._interrupted or (self._interrupted is None and is_resumed):
                 return *version.places, run_id if name and run_id else fresh, name, ""
         taken = [store.shown for version in versions for store in version.stores if checkpoints_in(store)]
@@ -273,20 +273,18 @@ class RunFolder:
 
     def _lock(self, epochs: int, locks: contextlib.ExitStack) -> None:
         locks.enter_context(FolderLock(self.path, {"launches": self._launches}))
-        if self._names() != self._saved:
-            raise CheckpointError(f"a process that has ended meanwhile saved to {self.path}; start again")
         folder = Store(self.path)
         _clean(folder)
+        if self.resumed and self.checkpoint is not None:
+            for name, manifest in checkpoints_in(folder):
+                if _is_newer(manifest, self.checkpoint[1]):
+                    raise CheckpointError(f"{name} was saved to {self.path} meanwhile; start again")
         first = 0 if self.checkpoint is None else self.checkpoint[1].epoch
         # Fail now, not after an epoch of training. Existing names are checked, not all epochs: a run limited
         # by train.steps may have billions.
         for name in filter(_EPOCH.fullmatch, folder.names()):
             if first <= int(name) < epochs:
                 check_replaceable(folder, name, self.run_id)
-
-    def _names(self) -> list[str]:
-        """Return the names of the checkpoints in the folder on this machine."""
-        return [name for name, _ in checkpoints_in(Store(self.path))]
 
     def _connect(self, url: str) -> Store:
         """Return the store after checking that it responds."""
@@ -302,7 +300,7 @@ class RunFolder:
         """Use a temporary folder and no store; it is deleted, unless it has a file named `kept`."""
         world = self._world
         self.path = Path(world.broadcast_object(tempfile.mkdtemp(prefix="plsc-") if world.is_main else ""))
-        self._url, self.note, self._saved = None, "", []
+        self._url, self.note, self.resumed = None, "", ""
         try:
             yield
         finally:
@@ -338,12 +336,13 @@ class _Version:
         names = [base_name(location) for location in map(_resolved, locations) if parent_of(location) in here]
         return names[0] if names else ""
 
-    def holds_other_run(self, run_id: str) -> bool:
-        """Return whether a checkpoint here has another run id, or the folder is a symbolic link."""
+    def continues(self, resumed: Manifest) -> bool:
+        """Return whether a run that resumes a checkpoint in here continues here: it is the newest."""
         if self.name and self.local.is_link(""):
-            return True
-        manifests = [manifest for store in self.stores for _, manifest in checkpoints_in(store)]
-        return any(manifest.run_id not in ("", run_id) for manifest in manifests)
+            return False
+        found = [manifest for store in self.stores for _, manifest in checkpoints_in(store)]
+        ours = ("", resumed.run_id)
+        return all(one.run_id in ours and not _is_newer(one, resumed) for one in found)
 
     def find(self, wanted: str) -> tuple[Path | None, str | None] | None:
         """Return path and URL of the last or best checkpoint of a run, as far as it is there; None if not."""
@@ -369,6 +368,10 @@ class _Version:
             Path(self.local.child(name)) if name in here and not is_newer_there else None,
             self.remote.child(name) if self.remote is not None and name in there else None,
         )
+
+
+def _is_newer(one: Manifest, other: Manifest) -> bool:
+    return (one.step, one.epoch) > (other.step, other.epoch)
 
 
 def _name_of_best(stores: list[Store]) -> str:

@@ -205,6 +205,7 @@ class BadSampleReport:
 METRICS_NAME = "metrics.jsonl"
 PLOT_NAME = "loss.png"
 _MOST_BYTES = 2**34  # of a file that a run continues
+_MOST_PLOTTED = 1e30  # of a foreign file; matplotlib fails with more
 
 
 def scalars(entry: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -248,7 +249,7 @@ class JsonLines:
 
     def _add(self, entry: dict[str, Any]) -> None:
         loss, rate = [entry.get(key, math.nan) for key in ("mean_loss", "lr")]
-        if is_finite_number(loss) and is_finite_number(rate):
+        if is_finite_number(loss) and is_finite_number(rate) and max(abs(loss), abs(rate)) < _MOST_PLOTTED:
             self._points[entry["step"]] = loss, rate
 
     def close(self) -> None:
@@ -292,7 +293,7 @@ def _drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry["step"] <= step:
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and 0 <= entry["step"] <= step:
             kept.append(line + "\n")
             entries.append(entry)
     with replacing(path) as temporary:

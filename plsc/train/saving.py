@@ -41,7 +41,7 @@ from plsc.checkpoint.manifest import (
 )
 from plsc.checkpoint.remote import Uploader
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.save import best_in, class_name_tensors, info_of, prune
+from plsc.checkpoint.save import best_in, checkpoints_of, class_name_tensors, info_of, prune
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.data.batch import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
@@ -114,10 +114,13 @@ class Saver:
                 folder.resumed,
                 _SMALL_FILES,
             )
-            # An earlier run may have been killed before it had uploaded the checkpoint that this one resumes.
-            last = None if self.last is None or folder.is_fetched else self.last.resolve()  # may be a link
-            if last is not None and last.parent == folder.path.resolve():
-                self._uploader.add(folder.path / last.name)
+            # This run may have been killed before it had uploaded all. A new machine does not have its files.
+            doing, local = f"look into {folder.path}", Store(folder.path)
+            here = on_every_rank(run.world, doing, lambda: [*dict(checkpoints_of(local, folder.run_id))])
+            fetched = folder.path / self.last.name if self.last and folder.is_fetched else None
+            for path in (folder.path / name for name in here[0] if all(name in names for names in here)):
+                if path != fetched and not path.is_symlink():
+                    self._uploader.add(path)
         self.best = on_main_rank(run.world, f"look into {folder.path}", self._find_best)
 
     def check(self) -> None:

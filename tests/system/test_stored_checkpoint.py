@@ -374,9 +374,7 @@ def test_a_network_class_named_on_the_command_line_is_built_as_saved(work, capsy
     (work / "ran").unlink()
     run_of_net = entry("faces", "saved", set_model=Net(5, weights="theirs.pt"), set_emb_size=5)
     checkpoint = run_of_net.train().checkpoint
-    assert read_manifest(checkpoint).scalars["model_arguments"] == {
-        "width": 5, "weights": "theirs.pt"
-    }  # fmt: skip
+    assert read_manifest(checkpoint).scalars["model_arguments"] == {"width": 5}  # no path or URL
     used = Entry()
     used.set_checkpoint_dir(checkpoint)
     used.set_dataset_dir("faces")
@@ -392,5 +390,5 @@ def test_a_network_class_named_on_the_command_line_is_built_as_saved(work, capsy
 
     Net.__init__ = init
     assert used.predict().embeddings.shape == (20, 5)
-    assert set(network_given) == {(5, None)}  # what looks like a path is not passed
+    assert set(network_given) == {(5, None)}
     assert dataclasses.is_dataclass(used.test()["lfw"])

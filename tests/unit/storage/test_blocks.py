@@ -171,16 +171,25 @@ def test_a_failure_is_reported_when_tries_or_time_are_over_or_at_once_if_it_is_f
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-@pytest.mark.parametrize("prepared", ["cache", "cache/blocks"])
-def test_a_cache_folder_of_another_user_is_not_used(tmp_path, prepared):
-    (tmp_path / prepared).mkdir(parents=True)
-    os.chown(tmp_path / prepared, 12345, -1)
+@pytest.mark.parametrize(
+    ("prepared", "owner", "mode"),
+    [
+        (".", (12345, -1), 0o755),
+        ("cache", (12345, -1), 0o700),
+        ("cache/blocks", (12345, -1), 0o700),
+        ("cache", (-1, 12345), 0o2775),
+    ],
+)
+def test_a_cache_folder_of_another_user_or_group_is_not_used(cache, tmp_path, prepared, owner, mode):
+    (tmp_path / prepared).mkdir(parents=True, exist_ok=True)
+    os.chown(tmp_path / prepared, *owner)
+    (tmp_path / prepared).chmod(mode)
     with pytest.raises(DataError, match="others may write"):
         cache_folder("blocks", "0")
 
 
-@pytest.mark.parametrize(("folder", "mode"), [(".", 0o777), (".", 0o2775), ("blocks", 0o1777)])
-def test_a_cache_folder_that_others_may_write_to_is_not_used(cache, folder, mode):
+@pytest.mark.parametrize(("folder", "mode"), [(".", 0o777), ("blocks", 0o1777)])
+def test_a_cache_folder_that_all_may_write_to_is_not_used(cache, folder, mode):
     (cache / folder).mkdir(parents=True)
     (cache / folder).chmod(mode)
     with pytest.raises(DataError, match="others may write"):

@@ -58,7 +58,9 @@ def test_a_match_keeps_the_beginning_of_its_pattern(monkeypatch):
     """Of abfs://container@account/x, the client knows only the container afterwards."""
     fsspec.filesystem("memory").pipe({"/account/a/1.rec": b"", "/account/b/2.rec": b""})
     monkeypatch.setattr(MemoryFileSystem, "unstrip_protocol", lambda *_: "memory://other/1.rec")
-    assert shard_files("memory://account/?/*.rec") == [f"memory://account/{n}.rec" for n in ("a/1", "b/2")]
+    assert shard_files("memory://account/?/*.rec", ".rec") == [
+        f"memory://account/{n}.rec" for n in ("a/1", "b/2")
+    ]
 
 
 def test_class_folders_over_http_are_those_of_the_disk_and_none_is_left_out(tmp_path):

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 
 import numpy as np
@@ -35,6 +36,7 @@ def train(dataset, folder, *loggers, epochs=2, resume=None, **settings):
 def train_and_resume(dataset, folder, *loggers, **settings):
     """Train two epochs, and resume from the first: as after a crash in the second."""
     train(dataset, folder, *loggers, **settings)
+    shutil.rmtree(folder / "1")
     train(dataset, folder, *loggers, epochs=3, resume=folder / "0", **settings)
 
 

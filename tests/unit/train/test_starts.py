@@ -55,6 +55,10 @@ def test_each_start_is_a_run_in_the_next_version_and_last_resumes_the_newest_in_
     assert saved(run / "version_2") == {**runs[2], "2": runs[2]["1"]}
     start(checkpoint__load_dir=str(run / "1"), train__epochs=3)  # in place, too
     assert saved(run) == {**runs[0], "2": runs[0]["1"]}
+    start(checkpoint__load_dir=str(run / "1"), train__epochs=3)  # another course, which is the newest run
+    assert saved(run) == {**runs[0], "2": runs[0]["1"]}
+    assert list(saved(run / "version_3")) == ["2"]
+    shutil.rmtree(run / "version_3")
     start(save_dir="other", checkpoint__load_dir=str(run / "1"), train__epochs=3)
     assert set(saved(tmp_path / "other").values()).isdisjoint({names["1"] for names in runs})
     start(checkpoint__load_dir="last", checkpoint__new_version=True, train__epochs=4)
@@ -118,7 +122,7 @@ def test_a_run_does_not_replace_what_was_saved_while_it_started(start, tmp_path)
     start()
     folder = RunFolder(WORLD, str(tmp_path / "run"), load_dir="last")
     folder.choose()
-    shutil.copytree(tmp_path / "run/1", tmp_path / "run/2")
+    start(checkpoint__load_dir="last", train__epochs=3)
     with pytest.raises(CheckpointError, match="meanwhile"), folder.locked(3):
         pass
 
