@@ -32,6 +32,7 @@ from plsc.storage.disk import (
 from plsc.storage.urls import (
     Progress,
     info_of,
+    is_entry,
     is_object_store,
     is_url,
     open_filesystem,
@@ -85,6 +86,8 @@ class Store:
                 found = [one["name"] for one in found if one["type"] == "directory" or one.get("islink")]
             own = self._at(folder).strip("/")
             paths = {str(one).rstrip("/") for one in found}
+            if "http" in self._filesystem.protocol:
+                paths = {path for path in paths if is_entry(path, own)}
             return sorted(one.rsplit("/", 1)[-1] for one in paths if one.strip("/") != own)
 
         return self._call(call, f"{folder or 'the folder'} cannot be listed")

@@ -227,8 +227,17 @@ def list_folder(url: str) -> dict[str, str]:
 def _list(filesystem: Any, folder: str, url: str = "") -> dict[str, str]:
     place = shown(url or filesystem.unstrip_protocol(folder))
     entries = with_retries(lambda: filesystem.ls(folder, detail=True), f"{place} cannot be listed")
-    kinds = {one["name"].rstrip("/"): one["type"] for one in entries}
-    return {path: kind for path, kind in kinds.items() if path != folder.rstrip("/")}
+    kinds, folder = {one["name"].rstrip("/"): one["type"] for one in entries}, folder.rstrip("/")
+    if "http" in filesystem.protocol:  # a page may link to anything
+        kinds = {path: kind for path, kind in kinds.items() if is_entry(path, folder)}
+    return {path: kind for path, kind in kinds.items() if path != folder}
+
+
+def is_entry(link: str, folder: str) -> bool:
+    """Return whether a link on the page of a folder is that of a file or folder in it."""
+    name = base_name(link)
+    is_name = re.fullmatch(r"(?!\.\.?$)[^/\\]+", unquote(name)) is not None
+    return parent_of(link) == folder and is_name and "?" not in name and "#" not in name
 
 
 def name_in_listing(url: str, name: str) -> str:

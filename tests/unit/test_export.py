@@ -5,6 +5,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import fsspec
@@ -84,6 +86,12 @@ def exported(trained, tmp_path_factory):
     given = ["--flip", "--classes", "--thumbnails", "--quiet", "--data.dataset_dir", str(dataset)]
     assert main(["export", str(run / "0"), str(folder), *given, "--unseen", str(unseen)]) == 0
     return folder
+
+
+def test_onnxruntime_sends_nothing_to_its_maker(exported, tmp_path):
+    code = f"import plsc.export; plsc.export.open_model({str(exported)!r})"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "HOME": str(tmp_path)}, check=True)
+    assert not list(tmp_path.glob(".cache/*"))  # where it keeps what could not be sent
 
 
 def of_flat(trained, flat, **settings):

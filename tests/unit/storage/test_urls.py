@@ -48,6 +48,8 @@ def test_a_listing_over_http_is_searched_in_linear_time():
             self.send_header("Content-Type", "text/html")
             self.end_headers()
             links = b"<a class='x' href='7/'>7</a> <A HREF=\"best.json\">best</A>"
+            for other in (b"../x", b"%2e%2e/", b"a%2F..%2F..%2Fx", b"b?x", b"/x", b"c/d"):
+                links += b"<a href='%b'></a>" % other
             self.wfile.write(links + b"<a" + b" " * 5000)  # fsspec takes the cube of the blanks
 
     with serving(Page) as url:
