@@ -219,8 +219,8 @@ _CHAIN = re.compile(r"(::)(?=(?:[a-z][a-z0-9+.-]*::){0,9}[a-z][a-z0-9+.-]*:/)", 
 # A '?' may be a wildcard, but not before name=, nor in HTTP URLs.
 _QUERY = re.compile(r"(https?:/[^?#]*[?#]|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
-# A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
 _CONTAINER = r"(?:abfss?|az):/{1,2}[^@:/?#]*@(?![^/?#]*@)"  # of an account of Azure
+# A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
 _START = rf"s3[an]?:/{{1,2}}(?=[^@/?#]*:)|{_SCHEME}(?!{_HOST})"
 # A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
 _USER = re.compile(
