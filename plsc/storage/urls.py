@@ -75,7 +75,10 @@ async def _http_client(**options: Any) -> Any:
 
         async def text(self, *arguments: Any, **named: Any) -> str:
             """Return the links of a page alone, for which fsspec searches in cubic time."""
-            found = _LINK.findall(await super().text(*arguments, **named))
+            page = await super().text(*arguments, **named)
+            if "<html" in page.lower() and "</html" not in page.lower():  # sent without a length
+                raise OSError("the page is cut off")
+            found = _LINK.findall(page)
             return "".join(f'<a href="{html.unescape(link)}">' for link in found)
 
     headers = {"Accept-Encoding": "identity"}
@@ -248,6 +251,14 @@ def name_in_listing(url: str, name: str) -> str:
 def base_name(location: str) -> str:
     """Return the last part of a path or URL."""
     return location.rstrip("/").rsplit("/", 1)[-1]
+
+
+def unique_name(location: str) -> str:
+    """Return a path, or a URL without secrets and with a hash, as only its query may tell it from others."""
+    name = shown(location)
+    if name == location:
+        return name
+    return f"{name} #{hashlib.sha256(location.encode(errors='backslashreplace')).hexdigest()[:12]}"
 
 
 def parent_of(location: str) -> str:
