@@ -231,7 +231,7 @@ _BLANKS = re.compile(
     rf"({_SCHEME})[^@/\s:\[]*:(?!:|\d{{0,5}}[\s/])[^@\s?#]{{0,99}}[^\S\n][^@\n]{{0,99}}@", re.IGNORECASE
 )
 _END_OF_HOST = re.compile(r"[/?#]|::(?![\w:.%]{0,60}\])")  # '::' is also in an IPv6 address
-_PORTS = re.compile(r"(?:(?:\[[^\]]*\]|[^:]*)(?::\d{0,5})?(?:,|$))*")  # PostgreSQL takes several hosts
+_PORTS = re.compile(r"(?:(?:\[[^\]]*\]|[^:,\[]*)(?::\d{0,5})?(?:,|$))*")  # PostgreSQL takes several hosts
 _NO_PORTS = re.compile(r"(?:arn:.*|[^:]*)", re.IGNORECASE)  # access points of S3 are named arn:...
 _LONGEST_URL = 4096
 _USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")

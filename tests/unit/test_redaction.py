@@ -67,6 +67,7 @@ OPEN = """
     https://a@host:SE#CRET@host https://me:p@SE?CRET@host s3://me:p@SECR#x=1@host/a https://me:SECRET/x
     s3://me:SECRET/x postgresql://me:SECRET/x postgresql://me:SE::CRET@host/x
 """.split()  # noqa: SIM905
+OPEN.append(f"http://{'a,' * 2000}b:SECRET/x")  # in linear time
 CLOSED = """
     https://host:80/me:a/b@c s3://bucket/a:b/c@d https://[::1]:80/@ https://me:SECRET@[::1]:80/x
     postgresql://host:1,host:2/x s3://arn:aws:s3:eu:1:accesspoint/a/x abfs://a@host/x@y memory:///a
