@@ -92,16 +92,6 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def names_code(name: object) -> bool:
-    """Return whether the value of an option is the name of code to import, ``package.module:name``."""
-    return isinstance(name, str) and ":" in name[1:]
-
-
-def importable(reference: str) -> str:
-    """Return the ``module:name`` to advise: code in the training script has to be moved to a module first."""
-    return reference.replace("__main__:", "MODULE:", 1)
-
-
 def load_function(reference: str, option: str) -> Callable[..., Any]:
     """Import ``package.module:function``, a function or class. This runs user code.
 

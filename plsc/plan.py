@@ -25,6 +25,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from plsc.config import Config, Options
 from plsc.config.data_and_model import sample_ratios
+from plsc.config.option import names_code
 from plsc.config.train import DEFAULT_RATE
 from plsc.errors import OptionError, PlscError, kind_and_line
 from plsc.heads import ROW_OPTIMIZERS, RowOptimizer, ShardedHead, build_margin
@@ -33,7 +34,6 @@ from plsc.heads.softmax import tile_size
 from plsc.models import build_model
 from plsc.models.recomputation import recompute_activations
 from plsc.models.resnet import use_torch_layers
-from plsc.names import names_code
 from plsc.optim import ExpectedStates, build_optimizer
 from plsc.storage.store import format_bytes
 from plsc.values import Input, map_tensors

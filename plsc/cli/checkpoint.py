@@ -9,7 +9,7 @@ from typing import Any
 
 from plsc.cli.parser import REQUIRED, Argument, Command, Group, word
 from plsc.config import all_options
-from plsc.names import names_code
+from plsc.config.option import names_code
 
 
 def run_verify(checkpoint: str) -> None:

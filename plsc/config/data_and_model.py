@@ -18,6 +18,7 @@ from plsc.config.option import (
     declare,
     described_fields,
     more_than,
+    names_code,
     need,
     not_empty,
     of_model,
@@ -26,7 +27,7 @@ from plsc.config.option import (
     with_arguments,
 )
 from plsc.errors import suggest
-from plsc.names import DEFAULT_NECK, LOSS_TYPES, MARGINS, NETWORKS, NO_MARGIN, names_code
+from plsc.names import DEFAULT_NECK, LOSS_TYPES, MARGINS, NETWORKS, NO_MARGIN
 
 
 def _image_shape(shape: tuple[int, ...]) -> str | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from plsc.errors import CheckpointError, OptionError, did_you_mean, shown, suggest
-from plsc.names import importable, names_code
 
 Size = typing.NewType("Size", int)
 """A number of bytes; as text also with a unit, a power of 1024: 512M, 4G."""
@@ -165,6 +164,16 @@ def _is_harmless(value: Any, key: str = "") -> bool:
         return _PATTERN.fullmatch(value) is not None
     is_name = key in ("", "name", "products", "kernels")  # strings that are one of a few names
     return not isinstance(value, str) or (is_name and not names_code(value))
+
+
+def names_code(name: object) -> bool:
+    """Return whether the value of an option is the name of code to import, ``package.module:name``."""
+    return isinstance(name, str) and ":" in name[1:]
+
+
+def importable(reference: str) -> str:
+    """Return the ``module:name`` to advise: code in the training script has to be moved to a module first."""
+    return reference.replace("__main__:", "MODULE:", 1)
 
 
 def describe_kind(kind: Any) -> str:

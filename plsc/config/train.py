@@ -20,6 +20,7 @@ from plsc.config.option import (
     described_fields,
     is_finite_number,
     more_than,
+    names_code,
     need,
     not_empty,
     of_run,
@@ -29,7 +30,7 @@ from plsc.config.option import (
     with_arguments,
 )
 from plsc.errors import OptionError, did_you_mean, suggest
-from plsc.names import CALLBACKS, LOGGERS, OPERATORS, OPTIMIZERS, SCHEDULES, check_pattern, names_code
+from plsc.names import CALLBACKS, LOGGERS, OPERATORS, OPTIMIZERS, SCHEDULES, check_pattern
 
 
 def listed_names(value: str | Iterable[str]) -> list[str]:

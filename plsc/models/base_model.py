@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from plsc.errors import OptionError, refusing, suggest
-from plsc.names import DEFAULT_NECK, find_parameters, load_function, names_code
+from plsc.names import DEFAULT_NECK, find_parameters, load_function
 from plsc.seeds import hash_key
 from plsc.values import Input, check_example, map_tensors
 
@@ -346,7 +346,7 @@ def load_custom(reference: str | type[BaseModel], **options: object) -> BaseMode
     """
     chosen: Any = reference
     if isinstance(reference, str):
-        if not names_code(reference):
+        if reference.isidentifier():  # a name alone, of no module
             raise OptionError(f"unknown model {reference!r}; {suggest(reference, NETWORKS)}")
         chosen = load_function(reference, "model.name")
     if not (inspect.isclass(chosen) and issubclass(chosen, BaseModel)):

@@ -17,12 +17,13 @@ from plsc.checkpoint.manifest import OpenedCheckpoint
 from plsc.checkpoint.remote import fetch
 from plsc.checkpoint.tensor_files import read_tensors
 from plsc.config import Config, Options
+from plsc.config.option import importable, names_code
 from plsc.errors import CheckpointError, refusing
 from plsc.evaluate.embed import EvaluatedNetwork
 from plsc.export.folder import MODEL_NAME, WEIGHTS_NAME, check_file, read_about, trained_on_aligned
 from plsc.models import BaseModel
 from plsc.models.base_model import Custom, safe_arguments
-from plsc.names import importable, name_of, names_code
+from plsc.names import name_of
 from plsc.parallel.world import World
 from plsc.storage.urls import is_url
 from plsc.train.build import apply_precision, build_network

@@ -20,7 +20,7 @@ from plsc.checkpoint.manifest import CLASS_WEIGHTS, Role
 from plsc.checkpoint.weights_file import WeightsFile, rank_folder
 from plsc.config import Config, Options, find_option
 from plsc.config.data_and_model import ExecutionArguments, sample_ratios
-from plsc.config.option import name_and_arguments, read_arguments
+from plsc.config.option import name_and_arguments, names_code, read_arguments
 from plsc.config.train import (
     CLIP_NORM,
     CLIPPED_STEP,
@@ -63,7 +63,7 @@ from plsc.models.base_model import (
 )
 from plsc.models.precision import LossScaler, apply_lists
 from plsc.models.recomputation import CompiledNetwork, recompute_activations
-from plsc.names import load_function, names_code
+from plsc.names import load_function
 from plsc.optim import Assignment, Factory, Schedule, ScheduleFunction, Shape, assign_parameters
 from plsc.parallel.backbone import SampleNumbers, sum_gradients, synchronise_batch_norm, use_sample_dropout
 from plsc.parallel.world import World, class_range

@@ -39,12 +39,11 @@ from plsc.checkpoint.tensor_files import (
     shorten,
     shortened,
 )
-from plsc.config.option import is_finite_number, shown_value
+from plsc.config.option import is_finite_number, names_code, shown_value
 from plsc.data.reader import ReaderLoader
 from plsc.errors import CheckpointError
 from plsc.heads import Head, ShardedHead
 from plsc.heads.weights import SCALE_BYTES, decode_rows, encode_rows, scale_bytes
-from plsc.names import names_code
 from plsc.optim import ExpectedStates, StateInfo, has_own_state_dict
 from plsc.parallel.failure import own_result
 from plsc.storage.urls import is_url, shown

@@ -20,7 +20,7 @@ from plsc.checkpoint.manifest import BACKBONE, CLASS_WEIGHTS, OpenedCheckpoint
 from plsc.checkpoint.tensor_files import shorten
 from plsc.checkpoint.weights_file import WeightsFile, opened_at
 from plsc.config import Config, Options
-from plsc.config.option import name_and_arguments
+from plsc.config.option import name_and_arguments, names_code
 from plsc.config.options import CHECKPOINT
 from plsc.config.train import DEFAULT_RATE, REFERENCE_BATCH, listed_names
 from plsc.errors import CheckpointError, OptionError, suggest
@@ -30,7 +30,6 @@ from plsc.heads.margins import margin_arguments
 from plsc.heads.weights import scale_bytes
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import Custom, safe_arguments
-from plsc.names import names_code
 from plsc.parallel.world import World
 from plsc.train.build import (
     build_scaler,

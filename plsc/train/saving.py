@@ -43,12 +43,12 @@ from plsc.checkpoint.remote import Uploader
 from plsc.checkpoint.rollback import mark_of
 from plsc.checkpoint.save import best_in, checkpoints_of, class_name_tensors, info_of, prune
 from plsc.checkpoint.weights_file import WeightsFile
+from plsc.config.option import names_code
 from plsc.data.batch import LIST_NAME
 from plsc.errors import CheckpointError, NotSavedError, PlscError
 from plsc.heads import Head, RowOptimizer
 from plsc.machine import BackgroundThread, available_memory
 from plsc.models.base_model import constructor_arguments
-from plsc.names import names_code
 from plsc.optim import FULL_RATE, has_own_state_dict
 from plsc.parallel.backbone import equal_buffers
 from plsc.parallel.failure import on_every_rank, on_main_rank

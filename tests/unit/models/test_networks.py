@@ -115,7 +115,7 @@ def test_a_custom_class_gets_the_options_that_its_constructor_has():
         ("users_nets:NUMBER", "not a network"),
         ("users_nets:Other", "subclass"),
         ("users_nets:Needy", "'secret'"),
-        (":Net", "unknown"),
+        (":Net", "cannot import"),
     ],
 )
 def test_a_custom_class_that_cannot_be_created_raises(reference, noun):
