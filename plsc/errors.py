@@ -219,8 +219,8 @@ _CHAIN = re.compile(r"(::)(?=(?:[a-z][a-z0-9+.-]*::){0,9}[a-z][a-z0-9+.-]*:/)", 
 # A '?' may be a wildcard, but not before name=, nor in HTTP URLs.
 _QUERY = re.compile(r"(https?:/[^?#]*[?#]|[?#](?=[^/?#]*=)).*", re.IGNORECASE)
 _HOST = r"(?:\[[^\]@]*\]|[^@:/?#]*)(?::\d{1,5})?(?:[/?#]|$)"
-# A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
 _CONTAINER = r"(?:abfss?|az):/{1,2}[^@:/?#]*@(?![^/?#]*@)"  # of an account of Azure
+# A bucket of S3 has no port: what follows a ':' is a password, which may begin with digits and '/'.
 _START = rf"s3[an]?:/{{1,2}}(?=[^@/?#]*:)|{_SCHEME}(?!{_HOST})"
 # A user name; or user name and password, which may contain '/' and '@', up to the last '@' or to a '?'.
 _USER = re.compile(
@@ -231,7 +231,7 @@ _BLANKS = re.compile(
     rf"({_SCHEME})[^@/\s:\[]*:(?!:|\d{{0,5}}[\s/])[^@\s?#]{{0,99}}[^\S\n][^@\n]{{0,99}}@", re.IGNORECASE
 )
 _END_OF_HOST = re.compile(r"[/?#]|::(?![\w:.%]{0,60}\])")  # '::' is also in an IPv6 address
-_PORTS = re.compile(r"(?:(?:\[[^\]]*\]|[^:]*)(?::\d{0,5})?(?:,|$))*")  # PostgreSQL takes several hosts
+_PORTS = re.compile(r"(?:(?:\[[^\]]*\]|[^:,\[]*)(?::\d{0,5})?(?:,|$))*")  # PostgreSQL takes several hosts
 _NO_PORTS = re.compile(r"(?:arn:.*|[^:]*)", re.IGNORECASE)  # access points of S3 are named arn:...
 _LONGEST_URL = 4096
 _USER_OF_CLIENT = re.compile(r"[^/@:'\"(=]*:.*@")

@@ -43,7 +43,7 @@ from plsc.storage.store import clean as clean_store
 from plsc.storage.urls import base_name, folder_for, is_url, shown
 
 _NO_RUN = "(none)"  # no id is this: a checkpoint of no run, which a command has written, replaces none
-_OWNER_NAME = ".owner"  # in a store: the token of the run that saves there
+OWNER_NAME = ".owner"  # in a store: the token of the run that saves there
 _ADVICE = "the checkpoint is intact on the local disk, and can be uploaded when the store is available again"
 
 
@@ -55,14 +55,14 @@ def claim(store: Store, is_own: bool = False) -> str:
     """
     token = secrets.token_hex(8)
     store.make_folder()
-    store.write(_OWNER_NAME, token.encode())
+    store.write(OWNER_NAME, token.encode())
     if is_own:
         clean(store)
     return token
 
 
 def _check_owner(store: Store, token: str) -> None:
-    if token and store.read(_OWNER_NAME, len(token)) != token.encode():
+    if token and store.read(OWNER_NAME, len(token)) != token.encode():
         raise CheckpointError(f"another run saves to {store.shown} now; this run uploads nothing more")
 
 

@@ -139,7 +139,7 @@ class CompiledNetwork(nn.Module):
         self.network = network
         self._sizes = frozenset(sizes)
         # By default inductor runs what it finds in a folder of /tmp that any user could have created.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor")))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor", of_code=True)))
         # Only inductor has its own random numbers.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
         compiled = torch.compile(network, dynamic=False, backend=backend, options=options)

@@ -37,7 +37,7 @@ from plsc.data.sources.base import (
     class_names_of,
     whole_number,
 )
-from plsc.errors import DataError, OptionError, shown
+from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import ImagesOf, Listed, embed_batches
 from plsc.export.folder import checksum_of, describe_input
 from plsc.heads import Head
@@ -60,7 +60,7 @@ from plsc.predict.embeddings import (
 )
 from plsc.predict.network import Trained, open_trained
 from plsc.storage.disk import HIDDEN
-from plsc.storage.urls import is_url
+from plsc.storage.urls import is_url, unique_name
 from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.data import align_source, check_no_landmarks, is_generator_reader, open_labelled
@@ -368,7 +368,7 @@ class Samples:
 
     def names(self, numbers: Iterable[int]) -> list[str]:
         """Return the names of images."""
-        return [shown(str(self._where(number))) for number in numbers]
+        return [unique_name(str(self._where(number))) for number in numbers]
 
     def have(self, numbers: range, names: list[str], labels: np.ndarray) -> bool:
         """Return whether these names, with their labels, are those of some images, in their order."""

@@ -75,7 +75,10 @@ async def _http_client(**options: Any) -> Any:
 
         async def text(self, *arguments: Any, **named: Any) -> str:
             """Return the links of a page alone, for which fsspec searches in cubic time."""
-            found = _LINK.findall(await super().text(*arguments, **named))
+            page = await super().text(*arguments, **named)
+            if "<html" in page.lower() and "</html" not in page.lower():  # sent without a length
+                raise OSError("the page is cut off")
+            found = _LINK.findall(page)
             return "".join(f'<a href="{html.unescape(link)}">' for link in found)
 
     headers = {"Accept-Encoding": "identity"}
@@ -248,6 +251,14 @@ def name_in_listing(url: str, name: str) -> str:
 def base_name(location: str) -> str:
     """Return the last part of a path or URL."""
     return location.rstrip("/").rsplit("/", 1)[-1]
+
+
+def unique_name(location: str) -> str:
+    """Return a path, or a URL without secrets and with a hash, as only its query may tell it from others."""
+    name = shown(location)
+    if name == location:
+        return name
+    return f"{name} #{hashlib.sha256(location.encode(errors='backslashreplace')).hexdigest()[:12]}"
 
 
 def parent_of(location: str) -> str:
@@ -434,37 +445,41 @@ def with_timeout(call: Callable[[], Answer], silence: float, progress: Progress 
 # The cache folder.
 
 
-def cache_folder(*parts: str) -> Path:
+def cache_folder(*parts: str, of_code: bool = False) -> Path:
     """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
 
-    Creates it with mode 700 if missing, because cached data may be private. Raises OSError if that fails, and
-    DataError if others may write to it.
+    Creates it with mode 700 if missing, because cached data may be private. of_code: what lies there is run.
+    Raises OSError if that fails, and DataError if others may write to it, own a folder above it or, with
+    `of_code`, may write to one. Who may rename a folder can put one with other content in its place.
     """
     root = os.environ.get("PLSC_CACHE_DIR")
     if not root:
         root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
     folder = Path(root).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Who may rename a folder can put one with other content in its place, also above the cache.
-    for place in reversed(folder.resolve().parents):
-        _check_own(place)
+    for place in (*folder.absolute().parents, *folder.resolve().parents):
+        _check_own(place, not of_code or not _is_open(place))
     for part in ("", *parts):
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
-        _check_own(folder, may_be_shared=not part)
+        _check_own(folder, not _is_open(folder, may_be_shared=not part))
     return folder
 
 
-def _check_own(folder: Path, may_be_shared: bool = True) -> None:
-    """Raise DataError if others may write to a folder; they may add to a shared one, but rename nothing."""
-    at, link = folder.stat(), folder.lstat()
+def _check_own(folder: Path, is_private: bool) -> None:
+    owners = {folder.stat().st_uid, folder.lstat().st_uid}
+    if not is_private or not owners <= {os.geteuid(), 0, _NOBODY}:
+        raise DataError(
+            f"others may write to {folder}, or own it; set PLSC_CACHE_DIR to a folder where only you may"
+        )
+
+
+def _is_open(folder: Path, may_be_shared: bool = True) -> bool:
+    """Return whether others may write to a folder; in a shared one (sticky), they can rename nothing."""
+    at = folder.stat()
     by_group = at.st_mode & stat.S_IWGRP and at.st_gid != 0 and not _is_of_one_user(at.st_gid)
     is_shared = may_be_shared and at.st_mode & stat.S_ISVTX
-    is_open = (at.st_mode & stat.S_IWOTH or by_group) and not is_shared
-    if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
-        raise DataError(
-            f"others may write to {folder}; set PLSC_CACHE_DIR to a folder of your own, below none of others"
-        )
+    return bool(at.st_mode & stat.S_IWOTH or by_group) and not is_shared
 
 
 def _is_of_one_user(group: int) -> bool:

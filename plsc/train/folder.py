@@ -36,7 +36,7 @@ from typing import Annotated, TypedDict
 
 from plsc.checkpoint import read_manifest
 from plsc.checkpoint.manifest import Manifest, OpenedCheckpoint, age_key, checkpoints_in
-from plsc.checkpoint.remote import fetch
+from plsc.checkpoint.remote import OWNER_NAME, fetch
 from plsc.checkpoint.save import BEST_NAME, check_replaceable
 from plsc.errors import CheckpointError, DataError, OptionError
 from plsc.parallel.failure import on_every_rank, on_main_rank, own_result, rank_on_shared_disk
@@ -175,7 +175,7 @@ class RunFolder:
         if self._top_url is not None:
             url = join(self._top_url, name) if name else self._top_url
             remote = Store(url, total_seconds=START_SECONDS)
-        return _Version(name, Store(self._top / name), remote)
+        return _Version(name, Store(self._top / name), remote, is_url(self._save_dir))
 
     def _was_interrupted(self, version: _Version) -> bool:
         """Return whether the launcher has restarted the ranks that were saving in a version."""
@@ -275,16 +275,19 @@ class RunFolder:
         locks.enter_context(FolderLock(self.path, {"launches": self._launches}))
         folder = Store(self.path)
         _clean(folder)
-        if self.resumed and self.checkpoint is not None:
-            for name, manifest in checkpoints_in(folder):
-                if _is_newer(manifest, self.checkpoint[1]):
-                    raise CheckpointError(f"{name} was saved to {self.path} meanwhile; start again")
+        self.check_newest(folder)
         first = 0 if self.checkpoint is None else self.checkpoint[1].epoch
         # Fail now, not after an epoch of training. Existing names are checked, not all epochs: a run limited
         # by train.steps may have billions.
         for name in filter(_EPOCH.fullmatch, folder.names()):
             if first <= int(name) < epochs:
                 check_replaceable(folder, name, self.run_id)
+
+    def check_newest(self, folder: Store) -> None:
+        """Raise CheckpointError if the run was continued in a folder since its checkpoint was chosen."""
+        for name, manifest in checkpoints_in(folder) if self.resumed else ():
+            if self.checkpoint is not None and _is_newer(manifest, self.checkpoint[1]):
+                raise CheckpointError(f"{name} was saved to {folder.shown} meanwhile; start again")
 
     def _connect(self, url: str) -> Store:
         """Return the store after checking that it responds."""
@@ -319,6 +322,7 @@ class _Version:
     name: str
     local: Store
     remote: Store | None
+    is_cache: bool  # whether the local folder only serves uploads
 
     @property
     def stores(self) -> list[Store]:
@@ -346,7 +350,9 @@ class _Version:
 
     def find(self, wanted: str) -> tuple[Path | None, str | None] | None:
         """Return path and URL of the last or best checkpoint of a run, as far as it is there; None if not."""
-        here = dict(checkpoints_in(self.local))
+        # In a store that was deleted, nothing is taken from what was uploaded to it.
+        is_gone = self.is_cache and self.remote is not None and not self.remote.exists(OWNER_NAME)
+        here = {} if is_gone else dict(checkpoints_in(self.local))
         there = {} if self.remote is None else dict(checkpoints_in(self.remote))
         if not here and not there:
             return None

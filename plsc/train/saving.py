@@ -114,6 +114,9 @@ class Saver:
                 folder.resumed,
                 _SMALL_FILES,
             )
+            on_main_rank(
+                run.world, f"look into {folder.store.shown}", partial(folder.check_newest, folder.store)
+            )
             # This run may have been killed before it had uploaded all. A new machine does not have its files.
             doing, local = f"look into {folder.path}", Store(folder.path)
             here = on_every_rank(run.world, doing, lambda: [*dict(checkpoints_of(local, folder.run_id))])

@@ -3,7 +3,9 @@
 import fsspec
 import pytest
 
+from plsc.data.sources import open_images
 from plsc.errors import DataError, OptionError, PlscError, add_note, shown, without_secrets
+from plsc.predict.predict import Samples
 from plsc.storage.urls import is_url, open_filesystem, with_retries
 
 CASES = [
@@ -65,6 +67,7 @@ OPEN = """
     https://a@host:SE#CRET@host https://me:p@SE?CRET@host s3://me:p@SECR#x=1@host/a https://me:SECRET/x
     s3://me:SECRET/x postgresql://me:SECRET/x postgresql://me:SE::CRET@host/x
 """.split()  # noqa: SIM905
+OPEN.append(f"http://{'a,' * 2000}b:SECRET/x")  # in linear time
 CLOSED = """
     https://host:80/me:a/b@c s3://bucket/a:b/c@d https://[::1]:80/@ https://me:SECRET@[::1]:80/x
     postgresql://host:1,host:2/x s3://arn:aws:s3:eu:1:accesspoint/a/x abfs://a@host/x@y memory:///a
@@ -87,6 +90,14 @@ def test_a_url_with_a_blank_in_its_password_is_refused_and_stored_without_it(url
     with pytest.raises(DataError, match="blank") as caught:
         is_url(url)
     assert "SECRET" not in str(caught.value)
+
+
+def test_images_at_urls_have_names_without_secrets_that_differ():
+    source = open_images([f"https://me:SECRET@host/photo?id={number}" for number in range(3)])
+    names = [source.name(number) for number in range(3)]
+    assert len(set(names)) == 3
+    assert [shown(name) for name in names] == names
+    assert names == Samples(source, "a list", 0).names(range(3))
 
 
 @pytest.mark.parametrize("text", UNCHANGED)

@@ -33,7 +33,16 @@ from plsc.data.files import PathTable, Shards
 from plsc.data.native import read_files
 from plsc.errors import DataError, add_note, naming, printable
 from plsc.storage.disk import open_regular
-from plsc.storage.urls import base_name, is_url, open_filesystem, parent_of, place_of, shown, with_retries
+from plsc.storage.urls import (
+    base_name,
+    is_url,
+    open_filesystem,
+    parent_of,
+    place_of,
+    shown,
+    unique_name,
+    with_retries,
+)
 
 IMAGE_START = re.compile(  # strict, because a list must not publish a private text file
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM.{13}\0{3}|II\*\0|MM\0\*|RIFF.{4}WEBP|P[1-6]\s|....ftyp", re.DOTALL
@@ -199,8 +208,8 @@ class FileSource(IndexedSource):
         return place_of(str(self.root), os.fsdecode(self._paths[index]))
 
     def name(self, index: int) -> str:
-        """Return the path below the folder."""
-        return printable(self._paths[index])
+        """Return the path below the folder; of a URL, `unique_name`."""
+        return unique_name(printable(self._paths[index]))
 
 
 def read_image(name: str, root: str = "", folder: bytes | str | None = None) -> bytes:

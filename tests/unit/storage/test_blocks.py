@@ -188,6 +188,13 @@ def test_a_cache_folder_of_another_user_or_group_is_not_used(cache, tmp_path, pr
         cache_folder("blocks", "0")
 
 
+def test_what_is_run_is_not_below_a_folder_that_others_may_write_to(cache, tmp_path):
+    tmp_path.chmod(0o777)
+    assert cache_folder("blocks") == cache / "blocks"
+    with pytest.raises(DataError, match="others may write"):
+        cache_folder("inductor", of_code=True)
+
+
 @pytest.mark.parametrize(("folder", "mode"), [(".", 0o777), ("blocks", 0o1777)])
 def test_a_cache_folder_that_all_may_write_to_is_not_used(cache, folder, mode):
     (cache / folder).mkdir(parents=True)

@@ -50,10 +50,13 @@ def test_a_listing_over_http_is_searched_in_linear_time():
             links = b"<a class='x' href='7/'>7</a> <A HREF=\"best.json\">best</A>"
             for other in (b"../x", b"%2e%2e/", b"a%2F..%2F..%2Fx", b"b?x", b"/x", b"c/d"):
                 links += b"<a href='%b'></a>" % other
+            links = b"<html>" + links if self.path == "/cut" else links
             self.wfile.write(links + b"<a" + b" " * 5000)  # fsspec takes the cube of the blanks
 
     with serving(Page) as url:
         assert Store(f"{url}/run").names() == ["7", "best.json"]
+        with pytest.raises(DataError, match="cut off"):
+            Store(f"{url}/cut", total_seconds=0.1).names()
 
 
 def test_a_match_keeps_the_beginning_of_its_pattern(monkeypatch):

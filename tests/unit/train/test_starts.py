@@ -127,6 +127,22 @@ def test_a_run_does_not_replace_what_was_saved_while_it_started(start, tmp_path)
         pass
 
 
+def test_a_store_is_not_continued_from_an_older_checkpoint_or_after_it_was_deleted(
+    start, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    url = f"file://{tmp_path}/store"
+    start(checkpoint__save_dir=url)
+    elsewhere = RunFolder(WORLD, str(tmp_path / "elsewhere"), upload_dir=url, load_dir="last")
+    elsewhere.choose()
+    start(checkpoint__save_dir=url, checkpoint__load_dir="last", train__epochs=3)
+    with elsewhere.locked(4), pytest.raises(CheckpointError, match="meanwhile"):
+        elsewhere.check_newest(elsewhere.store)
+    shutil.rmtree(tmp_path / "store")
+    start(checkpoint__save_dir=url, checkpoint__load_dir="last")
+    assert list(saved(tmp_path / "store/version_1")) == ["0", "1"]
+
+
 def test_a_run_deletes_its_own_checkpoints_alone_and_not_the_one_it_resumed(start, tmp_path):
     run = tmp_path / "run"
     start(train__epochs=3)
