@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import fsspec
@@ -35,6 +36,16 @@ def write_dataset(root: Path, classes: int, per_class: int, size: int = 16, seed
             Image.fromarray(noisy).resize((size, size), Image.Resampling.NEAREST).save(root / name)
             lines.append(f"{name}\t{label}\n")
     (root / "label.txt").write_text("".join(lines))
+    return root
+
+
+def class_folders(dataset: Path, root: Path, names: Mapping[int, str]) -> Path:
+    """Copy images of `write_dataset` to a folder per class, ROOT/NAME/COPY.png; names: by label."""
+    for image in sorted((dataset / "images").iterdir()):
+        label, _, copy = image.stem.partition("_")
+        if name := names.get(int(label)):
+            (root / name).mkdir(parents=True, exist_ok=True)
+            shutil.copy(image, root / name / f"{copy}.png")
     return root
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from plsc.config import Options
-from plsc.models import BaseModel
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from plsc.train.loop import exchange_status
@@ -101,21 +100,16 @@ def options_with(values: dict[str, Any]) -> Options:
     return options
 
 
-def losses(
-    values: dict[str, Any],
-    steps: int = 2,
-    model: type[BaseModel] | None = None,
-    world: World | None = None,
-) -> list[float]:
-    """Return the losses of some steps of a run with these options."""
+def losses(values: dict[str, Any], world: World | None = None) -> list[float]:
+    """Return the losses of two steps of a run with these options."""
     torch.manual_seed(0)
-    user = UserParts(train_reader=Images(), model=model() if model else None)
+    user = UserParts(train_reader=Images())
     with pytest.MonkeyPatch.context() as patch:
         scale_in_any_mode(patch)
         run = build_run(options_with(values).resolve(), world or World.single(), user)
     run.network.train()
     step, found = Step(run), []
-    for batch in itertools.islice(run.data.loader.epoch(0), steps):
+    for batch in itertools.islice(run.data.loader.epoch(0), 2):
         made = step.make(batch, exchange_status(run.world, batch, run.head.class_num).sizes, False)
         run.position.advance(made.is_skipped)
         found.append(float(made.output.mean_loss))
@@ -139,9 +133,9 @@ def check_pair(one: str, other: str, world: World | None = None) -> None:
         meant |= changes[name][0] if name in MEANT else {}
     plain = f"{meant} {world and world.device}"
     if plain not in _PLAIN:
-        _PLAIN[plain] = losses(meant, world=world)
+        _PLAIN[plain] = losses(meant, world)
     expected = _PLAIN[plain]
-    first, second = losses(changes[one][0] | changes[other][0], world=world)
+    first, second = losses(changes[one][0] | changes[other][0], world)
     tolerance = changes[one][1] + changes[other][1]
     if world is not None and world.device.type == "cuda":
         tolerance += _ROUNDING_OF_GPUS

@@ -173,10 +173,6 @@ def run_script(out: Path, *arguments: str, python: str | Path = sys.executable):
     )
 
 
-def samples_of(out: Path, number: int) -> list[dict]:
-    return [json.loads(line) for line in (out / f"slice-{number}.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.timeout(900)  # slice 1 starts a dozen processes that import torch
 @pytest.mark.parametrize(
     ("number", "kinds"),
@@ -195,7 +191,7 @@ def test_a_slice_measures_what_it_is_for_at_toy_size(number, kinds, tmp_path, mo
         run_ranks(REPO / "benchmarks/gpu.py", 0, *arguments, cwd=REPO, timeout=800)
     else:
         run_in_forks(monkeypatch, gpu, *arguments)
-    samples = samples_of(tmp_path, number)
+    samples = measuring.read_lines(tmp_path / f"slice-{number}.jsonl")
     assert {sample["kind"] for sample in samples} == {"machine", "end"} | kinds
     assert samples[0]["torch"] in (tmp_path / f"slice-{number}.md").read_text()
     # Only what is not installed here, or is for a GPU, is a row without figures.

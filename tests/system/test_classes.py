@@ -25,7 +25,7 @@ from plsc.errors import CheckpointError
 from plsc.models.base_model import BaseModel
 from tests.distributed import job
 from tests.distributed.launch import clean_environment, run_ranks
-from tests.images import write_dataset
+from tests.images import class_folders, write_dataset
 from tests.resuming import compute_in_float64
 from tests.resuming import losses_of as losses_by_step
 from tests.system.small_entry import entry
@@ -45,19 +45,6 @@ class Plain(BaseModel):
 
     def build_network(self, input, label, is_train=True):
         return self.fc(input.flatten(1))
-
-
-def first_six(dataset, folder):
-    """Write the dataset with the first six classes."""
-    folder.mkdir(parents=True)
-    shutil.copytree(dataset / "images", folder / "images")
-    lines = []
-    for line in (dataset / "label.txt").read_text().splitlines():
-        name, label = line.split("\t")
-        if int(label) < 6:
-            lines.append(f"{name}\t{label}\n")
-    (folder / "label.txt").write_text("".join(lines))
-    return folder
 
 
 def train(dataset, save_dir, epochs, checkpoint=None, class_num=None, pretrained=None):
@@ -89,7 +76,9 @@ def _in_float64():
 def trained(tmp_path_factory):
     root = tmp_path_factory.mktemp("run")
     every = write_dataset(root / "every", classes=8, per_class=6)
-    six = first_six(every, root / "six")
+    six = shutil.copytree(every, root / "six")
+    lines = (every / "label.txt").read_text().splitlines(keepends=True)
+    (six / "label.txt").write_text("".join(lines[: 6 * 6]))  # of the first six classes
     _, checkpoint = train(six, root / "saved", EPOCHS)
     return every, six, checkpoint
 
@@ -128,7 +117,7 @@ def test_the_printed_command_names_no_code_of_the_checkpoint(trained, tmp_path, 
 
 def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
     every = write_dataset(tmp_path / "set", classes=5, per_class=4)
-    dataset = class_folders(every, tmp_path / "folders", {f"{number}": number for number in range(5)})
+    dataset = class_folders(every, tmp_path / "folders", dict(enumerate("01234")))
     (tmp_path / "order.txt").write_text("4\n2\n0\n1\n3\n")
 
     def start(name, epochs, *more):
@@ -146,28 +135,14 @@ def test_two_ranks_resume_reordered_classes_by_their_names(tmp_path):
     assert losses_of(tmp_path / "second") == pytest.approx(expected, rel=1e-3)
 
 
-def class_folders(every, folder, classes):
-    """Write the images of some classes of `every` to one folder per class; classes: names to labels."""
-    for line in (every / "label.txt").read_text().splitlines():
-        name, label = line.split("\t")
-        for own, wanted in classes.items():
-            if int(label) == wanted:
-                (folder / own).mkdir(parents=True, exist_ok=True)
-                shutil.copy(every / name, folder / own)
-    return folder
-
-
-ABC = {"a": 0, "b": 1, "c": 2}
-
-
 @pytest.fixture(scope="module")
 def named(trained, tmp_path_factory):
     """A checkpoint of the classes a and c, and a dataset of a, b and c."""
     every, _, _ = trained
     root = tmp_path_factory.mktemp("named")
-    two = class_folders(every, root / "two", {"a": 0, "c": 2})
+    two = class_folders(every, root / "two", {0: "a", 2: "c"})
     _, checkpoint = train(two, root / "saved", EPOCHS)
-    return checkpoint, class_folders(every, root / "three", ABC), two
+    return checkpoint, class_folders(every, root / "three", dict(enumerate("abc"))), two
 
 
 def names_in(checkpoint):
@@ -206,7 +181,7 @@ def test_classes_keep_their_labels_when_a_new_folder_sorts_before_them(named, tm
 
 
 def test_a_class_without_images_has_no_name_in_a_tar_and_the_run_resumes(trained, tmp_path):
-    two = class_folders(trained[0], tmp_path / "two", {"a": 0, "c": 2})
+    two = class_folders(trained[0], tmp_path / "two", {0: "a", 2: "c"})
     (two / "b").mkdir()
     _, checkpoint = train(two, tmp_path / "saved", EPOCHS)
     with tarfile.open(tmp_path / "two.tar", "w") as archive:
@@ -250,7 +225,7 @@ def test_a_warm_start_matches_class_weights_by_name(named, trained, tmp_path, ca
     change(checkpoint, tmp_path / "swapped", "--reorder", tmp_path / "list.txt")
     from_swapped = losses_of_warm_start(two, tmp_path / "a", tmp_path / "swapped")
     assert from_swapped == losses_of_warm_start(two, tmp_path / "b", checkpoint)
-    other = class_folders(trained[0], tmp_path / "other", {"a": 0, "d": 2})
+    other = class_folders(trained[0], tmp_path / "other", {0: "a", 2: "d"})
     capsys.readouterr()
     losses_of_warm_start(other, tmp_path / "c", checkpoint)
     assert "head.weight has classes with other names" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from plsc.checkpoint import load_weights
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.embed import ClassificationResult
 from tests.distributed.launch import run_ranks
-from tests.images import write_dataset, write_pair_file
+from tests.images import class_folders, write_dataset, write_pair_file
 from tests.system.small_entry import entry
 
 pytestmark = pytest.mark.slow
@@ -28,12 +28,7 @@ CLASSES = "abcdefghij"
 def sort_into_folders(root, classes, per_class, seed):
     """Write a folder of images per class; a seed gives each class its pattern, so other images are noise."""
     flat = write_dataset(root / "flat", len(classes), per_class, seed=seed)
-    for image in sorted((flat / "images").iterdir()):
-        label, _, copy = image.stem.partition("_")
-        folder = root / "named" / classes[int(label)]
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copy(image, folder / f"{copy}.png")
-    return root / "named"
+    return class_folders(flat, root / "named", dict(enumerate(classes)))
 
 
 @pytest.fixture(scope="module")

@@ -274,13 +274,9 @@ def test_a_file_with_another_name_is_not_written(write, tmp_path):
     FolderLock(tmp_path / "run").release()
 
 
-def in_save_dir(work):
-    shutil.copytree(work / "foreign", work / "run" / "0")
-    return ["--checkpoint.load_dir", "last", "--checkpoint.save_dir", "run", "--no-train.with_test"]
-
-
 def test_links_in_the_folder_of_a_run_are_replaced_and_a_linked_version_is_resumed_elsewhere(work):
-    options = in_save_dir(work)
+    options = ["--checkpoint.load_dir", "last", "--checkpoint.save_dir", "run", "--no-train.with_test"]
+    shutil.copytree(work / "foreign", work / "run" / "0")
     shutil.copytree(work / "foreign", work / "private" / "1")
     (work / "run" / "version_9").symlink_to(work / "private")
     for name in ("run/loss.png", "out.npz"):

@@ -141,14 +141,9 @@ def test_what_is_no_start_is_one_line(dataset, trained, tmp_path):
     assert "stem.0.weight" in refusal(tmp_path / "c.pth")
 
 
-@pytest.fixture
-def narrow_iresnet(monkeypatch):
+def test_an_imported_checkpoint_predicts_as_its_network_and_trains_on(dataset, tmp_path, monkeypatch):
     for module in ("plsc.models.resnet", "plsc.checkpoint.layouts"):
         monkeypatch.setattr(f"{module}.BASIC_WIDTHS", (8, 16, 32, 64))
-
-
-@pytest.mark.usefixtures("narrow_iresnet")
-def test_an_imported_checkpoint_predicts_as_its_network_and_trains_on(dataset, tmp_path):
     network = random_network("IResNet18", EMB, (3, 16, 16))
     rows = torch.randn(CLASSES, EMB)
     save_arcface_torch(tmp_path / "theirs", rows, 2, network)

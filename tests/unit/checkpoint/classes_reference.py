@@ -52,7 +52,7 @@ def make_tensors(rng, classes, centers, dtype, kind, is_sharded):
     return tensors, others
 
 
-def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=()):
+def write_checkpoint(folder, tensors, others, ends, is_sharded=True):
     """Write a checkpoint whose file r has the class rows up to ends[r]; whole tensors in the first file."""
     folder.mkdir(parents=True)
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
@@ -89,20 +89,19 @@ def write_checkpoint(folder, tensors, others, ends, is_sharded=True, lineage=())
         scalars={"metrics": {"loss": 1.5}},
         tensors=infos,
         files=files,
-        lineage=list(lineage),
     )
     (folder / "manifest.json").write_text(manifest.to_json())
     return manifest
 
 
-def grown(tensors, count, seed=SEED):
+def grown(tensors, count):
     out = {}
     for key, tensor in tensors.items():
         new = torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype)
         if key == "head.weight":
             k = tensor.shape[1] if tensor.ndim == 3 else 1
             first, last = len(tensor) * k, (len(tensor) + count) * k
-            drawn = initial_rows(seed, 0, last, tensor.shape[-1], tensor.dtype)[first:]
+            drawn = initial_rows(SEED, 0, last, tensor.shape[-1], tensor.dtype)[first:]
             new = drawn.view(count, *tensor.shape[1:])
         out[key] = torch.cat([tensor, new])
     return out

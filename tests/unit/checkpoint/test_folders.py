@@ -84,18 +84,6 @@ def every_moment(tmp_path, prepare, action, check):
     raise AssertionError("the action never ended")
 
 
-# Forking is safe only without other threads: use a separate process.
-def in_a_process_of_its_own(test, tmp_path):
-    program = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from pathlib import Path\n"
-        "import torch; torch.set_num_threads(1)\n"
-        f"from tests.unit.checkpoint import test_folders\n"
-        f"test_folders.{test}(Path({str(tmp_path)!r}))\n"
-    )
-    run_code(program)
-
-
 def kill_a_replacing_save(tmp_path):
     def check(folder, lived):
         assert names(folder) == ["last"]
@@ -121,7 +109,14 @@ def kill_a_new_save_and_a_prune(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("test", ["kill_a_replacing_save", "kill_a_new_save_and_a_prune"])
 def test_a_kill_at_any_moment_leaves_only_complete_checkpoints(test, tmp_path):
-    in_a_process_of_its_own(test, tmp_path)
+    # Forking is safe only without other threads: use a separate process.
+    run_code(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from pathlib import Path\n"
+        "import torch; torch.set_num_threads(1)\n"
+        "from tests.unit.checkpoint import test_folders\n"
+        f"test_folders.{test}(Path({str(tmp_path)!r}))\n"
+    )
 
 
 def test_leftovers_are_removed_and_a_hidden_old_version_is_restored(tmp_path):

@@ -40,9 +40,8 @@ def read(path: Path | str) -> list[tuple[bytes, int]]:
     return [source[i] for i in range(len(source))]
 
 
-def record(image: bytes, labels: list[float], flag: int | None = None) -> bytes:
-    flag = len(labels) if flag is None else flag
-    return frame(HEADER.pack(flag, 0.0, 0, 0) + struct.pack(f"<{len(labels)}f", *labels) + image)
+def record(image: bytes, labels: list[float]) -> bytes:
+    return frame(HEADER.pack(len(labels), 0.0, 0, 0) + struct.pack(f"<{len(labels)}f", *labels) + image)
 
 
 def write(path: Path, records: list[bytes], keys: list[int] | None = None) -> Path:

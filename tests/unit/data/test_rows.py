@@ -209,13 +209,6 @@ def test_everything_the_csv_module_writes_is_read_back(rows, crlf):
     assert source.paths() == [path.strip() for path, _, _ in rows]
 
 
-def write_json_lines(folder: Path, text: str | bytes) -> Path:
-    path = folder / "train.jsonl"
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    (folder / "a.jpg").write_bytes(b"a.jpg")
-    return path
-
-
 GOOD = '{"image": "a.jpg", "label": 4}'
 
 
@@ -224,25 +217,25 @@ GOOD = '{"image": "a.jpg", "label": 4}'
     [f"\ufeff{GOOD}\r\n\r\n{GOOD}", f"\n\n {GOOD} \n\n{GOOD}\n\n"],
 )
 def test_blank_lines_and_line_ends_are_accepted(tmp_path, text):
-    source = JsonLinesSource(write_json_lines(tmp_path, text))
+    source = JsonLinesSource(write(tmp_path, text, "train.jsonl"))
     assert [source[i] for i in range(len(source))] == [(b"a.jpg", 4)] * 2
 
 
 def test_an_integer_and_a_string_with_zeros_are_different_classes(tmp_path):
     rows = ({"image": "a.jpg", "label": label} for label in (7, "7", "007"))
-    source = JsonLinesSource(write_json_lines(tmp_path, "\n".join(map(json.dumps, rows))))
+    source = JsonLinesSource(write(tmp_path, "\n".join(map(json.dumps, rows)), "train.jsonl"))
     assert (source.labels().tolist(), [*source.class_names.values()]) == ([1, 1, 0], ["007", "7"])
 
 
 def test_class_names_are_data_and_only_unsafe_ones_are_refused(tmp_path):
     rows = [{"image": "a.jpg", "label": name} for name in NAMES]
-    source = JsonLinesSource(write_json_lines(tmp_path, "\n".join(map(json.dumps, rows))))
+    source = JsonLinesSource(write(tmp_path, "\n".join(map(json.dumps, rows)), "train.jsonl"))
     assert [*source.class_names.values()] == sorted(NAMES)
     assert [*class_names_of(source)] == sorted(NAMES)
     for name in UNSAFE_NAMES:
         text = "\n".join(json.dumps(row) for row in [*rows, {"image": "a.jpg", "label": name}])
         with pytest.raises(DataError, match=r"train\.jsonl:8: .*name"):
-            JsonLinesSource(write_json_lines(tmp_path, text))
+            JsonLinesSource(write(tmp_path, text, "train.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -259,13 +252,12 @@ def test_class_names_are_data_and_only_unsafe_ones_are_refused(tmp_path):
     ],
 )
 def test_a_bad_line_is_reported_with_its_number(tmp_path, line, message):
-    data = line.encode() if isinstance(line, str) else line
-    text = GOOD.encode() + b"\n\n" + data + b"\n" + GOOD.encode()
+    text = f"{GOOD}\n\n{line}\n{GOOD}"
     with pytest.raises(DataError, match=r"train\.jsonl:3: ") as caught:
-        JsonLinesSource(write_json_lines(tmp_path, text))
+        JsonLinesSource(write(tmp_path, text, "train.jsonl"))
     assert message in str(caught.value)
     with pytest.raises(DataError, match=r"train\.jsonl:2: 'image'"):
-        JsonLinesSource(write_json_lines(tmp_path, f'{GOOD}\n{{"image": 3, "label": 1}}'))
+        JsonLinesSource(write(tmp_path, f'{GOOD}\n{{"image": 3, "label": 1}}', "train.jsonl"))
 
 
 values = st.recursive(
@@ -280,7 +272,7 @@ values = st.recursive(
 def test_every_label_is_read_or_refused(tmp_path_factory, labels):
     folder = tmp_path_factory.mktemp("json")
     rows = [{"image": "a.jpg", "label": label} for label in [0, *labels]]
-    path = write_json_lines(folder, "\n".join(map(json.dumps, rows)))
+    path = write(folder, "\n".join(map(json.dumps, rows)), "train.jsonl")
     are_ids = all(type(label) is int and 0 <= label < 10**18 for label in labels)
     try:
         source = JsonLinesSource(path)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from plsc.gallery.embedder import open_embedder
 from plsc.gallery.gallery import open_store
 from plsc.gallery.store import New
 from plsc.gallery.upgrade import Pairs, fit_map, ridges, rotation
-from tests.images import write_dataset
+from tests.images import class_folders, write_dataset
 from tests.postgres_server import PASSWORD
 from tests.system.small_entry import entry
 
@@ -150,10 +149,7 @@ def folder(tmp_path_factory):
     entry(dataset, folder / "run", set_train_epochs=6, set_train_batch_size=24).train()
     (folder / "run/4").rename(folder / "old")
     (folder / "run/5").rename(folder / "new")
-    for image in (dataset / "images").iterdir():
-        person = folder / "named_faces" / f"person {image.name.partition('_')[0]}"
-        person.mkdir(parents=True, exist_ok=True)
-        shutil.copy(image, person)
+    class_folders(dataset, folder / "named_faces", {label: f"person {label}" for label in range(CLASSES)})
     named = entry(folder / "named_faces", folder / "named", set_train_epochs=4, set_train_batch_size=24)
     named.set_pretrained(str(folder / "old"))
     named.train()

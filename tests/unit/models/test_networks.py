@@ -17,6 +17,11 @@ from tests.unit.checkpoint.external_files import random_network
 
 ONE_OF_EACH = list({made: name for name, (made, _) in reversed(NETWORKS.items())}.values())
 """One network per class: the first of NETWORKS."""
+OTHERS = [
+    "timm/vit_tiny_patch16_224", "timm/convnext_atto", "torchvision/resnet18",
+    "timm/mobilenetv3_small_100",  # has a layer of 1024 after its 576 features
+    "timm/deit_tiny_distilled_patch16_224",  # has two classifiers
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -24,9 +29,12 @@ ONE_OF_EACH = list({made: name for name, (made, _) in reversed(NETWORKS.items())
     [
         *itertools.product(ONE_OF_EACH, [(1, 32, 32), (3, 48, 16)]),
         ("ResNet50", (1, 32, 16)),
+        *itertools.product(OTHERS, [(1, 32, 48)]),
     ],
 )
-def test_every_network_supports_multiples_of_16(name, image_shape):
+def test_every_network_supports_gray_and_colour_images_of_multiples_of_16(name, image_shape):
+    if name.startswith("timm/"):
+        pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
     check_model(build_model(name, 24, image_shape, 0.4), image_shape, 24)
 
 
@@ -215,22 +223,6 @@ def test_the_neck_replaces_the_last_layer(name, side, features):
     assert model.neck.fc.in_features == features
     embeddings.sum().backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("timm/vit_tiny_patch16_224", (1, 32, 48)),
-        ("timm/mobilenetv3_small_100", (1, 32, 48)),  # has a layer of 1024 after its 576 features
-        ("timm/deit_tiny_distilled_patch16_224", (1, 32, 48)),  # has two classifiers
-        ("timm/convnext_atto", (1, 32, 48)),
-        ("torchvision/resnet18", (1, 32, 48)),
-    ],
-)
-def test_networks_of_others_return_embeddings_of_gray_images_of_any_size(name, shape):
-    if name.startswith("timm/"):
-        pytest.importorskip("timm", reason="needs the extra plsc-torch[timm]")
-    check_model(build_model(name, 24, shape, 0.4), shape, 24)
 
 
 @pytest.mark.parametrize(

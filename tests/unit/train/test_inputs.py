@@ -77,14 +77,10 @@ def loader(folder, reader, network, **changes):
     return open_training_data(config, WORLD, reader, None, 4, example=example).loader
 
 
-def reader_of_lists():
-    yield [sample(index) for index in range(8)]
-
-
 READERS = {
     "dataset": Pairs(),
     "generator": lambda: map(sample, range(8)),
-    "lists": reader_of_lists,
+    "lists": lambda: iter([[sample(index) for index in range(8)]]),
     "DataLoader": DataLoader(Pairs(), batch_size=3).__iter__,
 }
 

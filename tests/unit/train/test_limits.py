@@ -1,6 +1,5 @@
 """Limits of a run: batches per epoch and evaluation, time, one step without files."""
 
-import json
 import tempfile
 
 import numpy as np
@@ -13,6 +12,7 @@ from plsc.errors import OptionError
 from plsc.parallel.world import World
 from plsc.train.callbacks import UserParts
 from tests.command_line import options_from
+from tests.overflowing import logged
 from tests.resuming import different, options_of, saved_at, tensors_of, train
 from tests.system.small_entry import entry
 
@@ -44,11 +44,6 @@ def test_a_limit_of_a_reader_of_unknown_length_is_a_number():
 
 def weights_of(checkpoint):
     return {key: value for (_, key), value in tensors_of(checkpoint).items() if key.endswith("weight")}
-
-
-def rates_of(folder):
-    lines = map(json.loads, (folder / "metrics.jsonl").open())
-    return {line["step"]: line["lr"] for line in lines if "lr" in line}
 
 
 FALLING = {
@@ -90,9 +85,9 @@ def test_a_run_resumed_with_another_limit_ends_after_the_limited_steps_left(
     result = start("changed", before, **changed)
     assert (result.steps, result.epochs) == (total, 4)
     assert f" step {total}/{total} " in capsys.readouterr().out
-    rates = rates_of(tmp_path / "changed")
-    assert list(rates) == list(range(step + 1, total + 1))
-    assert 0 < rates[total] == min(rates.values())
+    found = logged(tmp_path / "changed", "step", "lr")
+    assert found["step"] == list(range(step + 1, total + 1))
+    assert 0 < found["lr"][-1] == min(found["lr"])
     moved, began = (weights_of(saved_at(tmp_path / "changed", total)), weights_of(before))
     assert not any(value.equal(began[key]) for key, value in moved.items())
     # From then on, an unset limit continues to the same bits.

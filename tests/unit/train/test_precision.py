@@ -15,7 +15,7 @@ from plsc.parallel.world import World
 from plsc.train import build as network
 from plsc.train import run as build
 from plsc.train import step as step_module
-from plsc.train.build import build_scaler, check_combinations, execution_of, open_targets
+from plsc.train.build import build_scaler, execution_of, open_targets
 from plsc.train.callbacks import UserParts
 from plsc.train.restore import restore
 from plsc.train.run import build_run
@@ -112,15 +112,11 @@ def test_what_scaling_cannot_mend_stops_the_run(case, dataset, tmp_path):
         assert len(load_file(tmp_path / "run/bad_batch.safetensors")["labels"]) == 6
 
 
-@pytest.fixture
-def reading_late(monkeypatch):
-    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
-
-
 @pytest.mark.parametrize("every_n_steps", [1, 3])
 def test_a_loss_that_is_read_late_stops_the_run_at_its_own_step_and_before_anything_is_saved(
-    every_n_steps, dataset, tmp_path, reading_late
+    every_n_steps, dataset, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(step_module, "LossReader", lambda stop, is_late: LossReader(stop, True))
     late = options(
         dataset, tmp_path / "late", train__log_period=100, checkpoint__every_n_steps=every_n_steps,
         checkpoint__keep_last=-1,
@@ -201,18 +197,13 @@ def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
     assert not ins.options.explicit
 
 
-def test_modes_and_what_they_do_not_go_with(dataset, tmp_path, capsys):
+def test_float16_is_bfloat16_without_scaling_on_a_cpu(dataset, tmp_path):
     made = options(dataset, tmp_path / "a", precision__mode="float16")
     run = build_run(made, WORLD, UserParts(model=Scripted()))
     assert run.scaler is None
     assert run.mode == "bfloat16"
     assert execution_of(None, "float16").products is torch.bfloat16
     assert execution_of({"products": "float32"}, "float16").products is torch.float32
-    named = options(
-        dataset, tmp_path / "b", precision__lists={"custom_black_list": ["softmax"]}, speed__compile=True
-    )
-    with pytest.raises(OptionError, match=r"precision\.lists"):
-        check_combinations(named, 1)
 
 
 def test_a_checkpoint_without_a_scale_begins_with_that_of_the_options(dataset, tmp_path):

@@ -1,6 +1,5 @@
 """What a run chooses of its learning rate, warm-ups and scale: said at its start, kept by its checkpoints."""
 
-import json
 import math
 import os
 
@@ -16,6 +15,7 @@ from plsc.train.build import load_head
 from plsc.train.callbacks import UserParts
 from plsc.train.run import build_run
 from tests.images import write_dataset
+from tests.overflowing import logged
 from tests.resuming import Drawing, different, losses_of, options_of, saved_at, tensors_of, train
 
 WORLD = World.single()
@@ -36,18 +36,13 @@ def options(dataset, save_dir, **changes):
     return made
 
 
-def rates_of(save_dir):
-    lines = map(json.loads, (save_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["lr"] for line in lines if "lr" in line]
-
-
 def test_a_longer_resumed_run_keeps_the_default_rate_and_warm_up(dataset, tmp_path, capsys):
     train(options(dataset, tmp_path / "a", train__epochs=4, head__scale="auto"), WORLD)
     said = capsys.readouterr().out
     assert all(part in said for part in ("learning rate 0.0005859 ", "warm-up 1 step", "scale 2.276 (auto"))
     assert read_manifest(tmp_path / "a/3").options["head"]["scale"] == "auto"
     base = 0.1 * 6 / 1024
-    assert rates_of(tmp_path / "a") == pytest.approx([base] * 16)
+    assert logged(tmp_path / "a", "lr")["lr"] == pytest.approx([base] * 16)
     load_dir = str(saved_at(tmp_path / "a", 4))
     train(options(dataset, tmp_path / "b", train__epochs=12, checkpoint__load_dir=load_dir), WORLD)
     assert "learning rate 0.0005859 (from the checkpoint)" in capsys.readouterr().out
