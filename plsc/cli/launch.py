@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import fcntl
 import io
 import itertools
 import logging
@@ -14,7 +15,7 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def run_launch(
         more["signals_to_handle"] = ",".join(number.name for number in stop_signals(signal.SIGQUIT))
     rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]
     command = [*rank_process, sys.executable, "-u", *(["-m"] if m else []), *script]
-    with tempfile.TemporaryDirectory(prefix=LAUNCH_PREFIX) as errors:
+    with tempfile.TemporaryDirectory(prefix=LAUNCH_PREFIX) as errors, _kept(errors):
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -96,6 +97,17 @@ def run_launch(
             **more,
         )
         _run_ranks(config, command, own_restarts, logs)
+
+
+@contextlib.contextmanager
+def _kept(folder: str) -> Iterator[None]:
+    """Lock a folder of /tmp, so that systemd does not clean it after ten days, while the ranks need it."""
+    opened = os.open(folder, os.O_RDONLY)
+    fcntl.flock(opened, fcntl.LOCK_SH)
+    try:
+        yield
+    finally:
+        os.close(opened)
 
 
 def _set_variables(nodes: tuple[int, int], log_dir: str | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,8 +139,11 @@ class CompiledNetwork(nn.Module):
         super().__init__()
         self.network = network
         self._sizes = frozenset(sizes)
-        # By default inductor runs what it finds in a folder of /tmp that any user could have created.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("inductor", of_code=True)))
+        # By default inductor runs what it finds in a folder of /tmp that any user could have created. Some
+        # imports of torch have set the variable to it.
+        given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"))
+        if given.name.startswith("torchinductor_"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor", of_code=True))
         # Only inductor has its own random numbers.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
         compiled = torch.compile(network, dynamic=False, backend=backend, options=options)

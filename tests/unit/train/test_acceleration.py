@@ -34,7 +34,9 @@ class Tiny(BaseModel):
 
 @pytest.mark.slow
 def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
+    shared = tmp_path / "torchinductor_me"  # any user could have created the default of torch
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=5)  # steps of 12, 12 and 6
     common = {
         "precision__mode": "bfloat16", "train__batch_size": 12,
@@ -54,6 +56,8 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
         [expected[step] for step in (1, 2, 3)], rel=1e-2
     )
     assert found != expected
+    assert list((tmp_path / "cache/inductor").iterdir())
+    assert not list(shared.glob("*"))
 
 
 def test_every_feature_map_and_gradient_stays_channels_last():
