@@ -185,11 +185,14 @@ class Capacity:
         held = 0 if found is None else found.identities
         if identities <= held:
             return None
-        shown = f"{held:,}" if held else f"none, as {self.classes:,} unseen classes are too few"
+        holds = f"more than the {held:,} that this model holds"
+        if found is None:
+            holds = f"but {self.classes:,} unseen classes are too few to tell how many may be"
+        elif held == 0:
+            holds = "but this model takes too many strangers for one of any number"
         return (
-            f"{identities:,} images are enrolled, more than the model was measured for ({shown}; FPIR "
-            f"{wanted:g}): {self.expected(wanted, identities)[1]}; to know more, export it with more classes "
-            "for --unseen"
+            f"{identities:,} images are enrolled, {holds} (FPIR {wanted:g}): "
+            f"{self.expected(wanted, identities)[1]}; to know more, export it with more classes for --unseen"
         )
 
     def as_dict(self) -> dict[str, Any]:

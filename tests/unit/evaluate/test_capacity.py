@@ -7,6 +7,7 @@ import pytest
 from plsc.errors import DataError, OptionError
 from plsc.evaluate.capacity import (
     Capacity,
+    Holding,
     Prediction,
     Row,
     evaluate_capacity,
@@ -196,10 +197,13 @@ def test_where_data_cannot_say_the_threshold_is_above_all_scores_of_different_cl
     assert text == expected.sentence(10_000, "reach the threshold")
 
 
-def test_a_warning_starts_above_the_identities_that_are_held(table):
+def test_a_warning_starts_above_the_identities_that_are_held(table, monkeypatch):
     held = table.holds(0.2).identities
     assert table.warning(held, 0.2) is None
     assert f"{held + 1} images" in table.warning(held + 1, 0.2)
+    for found, words in ((None, "too few"), (Holding(0, 0.2, 0.5), "too many strangers")):
+        monkeypatch.setattr(Capacity, "holds", lambda *_, found=found: found)
+        assert words in table.warning(1, 0.2)
 
 
 @pytest.mark.parametrize("per_class", [1, 3])
