@@ -79,7 +79,7 @@ async def _http_client(**options: Any) -> Any:
             if "<html" in page.lower() and "</html" not in page.lower():  # sent without a length
                 raise OSError("the page is cut off")
             found = _LINK.findall(page)
-            return "".join(f'<a href="{html.unescape(link)}">' for link in found)
+            return "".join(f'<a href="{html.unescape(link).removeprefix("./")}">' for link in found)
 
     headers = {"Accept-Encoding": "identity"}
     return aiohttp.ClientSession(response_class=Response, auto_decompress=False, headers=headers, **options)
@@ -205,6 +205,7 @@ def find_below(url: str) -> dict[str, str]:
 
 def find_matching(pattern: str) -> list[str]:
     """Return the URLs that match a pattern, in which ``*`` matches no ``/``, as in glob.glob."""
+    pattern = pattern.rstrip("/")
     filesystem, inside = open_filesystem(pattern)
     parts = inside.split("/")
     fixed = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
@@ -218,8 +219,8 @@ def find_matching(pattern: str) -> list[str]:
             if fnmatch.fnmatchcase(base_name(path), part) and (place == len(parts) or kind == "directory")
         ]
     # What `unstrip_protocol` returns lacks the account of abfs://container@account/.
-    start = "/".join(pattern.split("/")[: fixed - len(parts)])
-    return [start + path[len(first) :] for path in found]
+    start = pattern.removesuffix("/".join(parts[fixed:]))
+    return [start + path[len(first) :].lstrip("/") for path in found]
 
 
 def list_folder(url: str) -> dict[str, str]:
@@ -238,9 +239,10 @@ def _list(filesystem: Any, folder: str, url: str = "") -> dict[str, str]:
 
 def is_entry(link: str, folder: str) -> bool:
     """Return whether a link on the page of a folder is that of a file or folder in it."""
-    name = base_name(link)
-    is_name = re.fullmatch(r"(?!\.\.?$)[^/\\]+", unquote(name)) is not None
-    return parent_of(link) == folder and is_name and "?" not in name and "#" not in name
+    place, _, name = link.rpartition("/")
+    decoded = unquote(name)
+    is_name = "/" not in decoded and decoded != "." and ".." not in decoded.split("\\")
+    return place == folder and is_name and "?" not in name and "#" not in name
 
 
 def name_in_listing(url: str, name: str) -> str:
