@@ -205,7 +205,6 @@ def find_below(url: str) -> dict[str, str]:
 
 def find_matching(pattern: str) -> list[str]:
     """Return the URLs that match a pattern, in which ``*`` matches no ``/``, as in glob.glob."""
-    pattern = pattern.rstrip("/")
     filesystem, inside = open_filesystem(pattern)
     parts = inside.split("/")
     fixed = next((place for place, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
@@ -219,8 +218,8 @@ def find_matching(pattern: str) -> list[str]:
             if fnmatch.fnmatchcase(base_name(path), part) and (place == len(parts) or kind == "directory")
         ]
     # What `unstrip_protocol` returns lacks the account of abfs://container@account/.
-    start = pattern.removesuffix("/".join(parts[fixed:]))
-    return [start + path[len(first) :].lstrip("/") for path in found]
+    before, _, after = pattern.rstrip("/").partition("/".join(parts[fixed:]))
+    return [f"{before}{path[len(first) :].lstrip('/')}{after}" for path in found]
 
 
 def list_folder(url: str) -> dict[str, str]:
