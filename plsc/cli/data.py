@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,17 +102,11 @@ def _review(write: Callable[..., list[str]], out: str, used: list[tuple[str, str
 
 def _embeddings(model: str, location: str, folder: Path, network: str | None, reading: dict[str, Any]) -> Any:
     """Return the embeddings of a dataset: those in the folder `model`, or of this checkpoint, in `folder`."""
-    from plsc.data.lists import absolute
     from plsc.entry import Entry
-    from plsc.errors import DataError
     from plsc.predict.embeddings import INDEX_NAME, open_embeddings
 
     if Path(model, INDEX_NAME).is_file():
         return open_embeddings(model)
-    with suppress(DataError):
-        found = open_embeddings(folder, model)  # complete, by an interrupted command
-        if found.index.get("dataset") == absolute(location):
-            return found
     entry = Entry()
     entry.set_checkpoint_dir(model)
     entry.set_dataset_dir(location, **reading)

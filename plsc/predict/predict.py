@@ -467,7 +467,7 @@ def _begin(folder: Path, about: dict[str, Any]) -> tuple[dict[int, str], int]:
         Embeddings(folder)
         is_complete = True  # its images may have changed since, under the same names
     if is_complete:
-        raise DataError(f"{folder} is complete; choose another folder, or plsc.open_embeddings")
+        raise DataError(f"{folder} is complete; use it, or choose another folder")
     for name in ("model", "input", "flip", "precision", "columns", "images", "dataset"):
         ours, theirs = about[name], index.get(name)
         if name == "model":  # at another place, it is the same model

@@ -450,37 +450,34 @@ def cache_folder(*parts: str, of_code: bool = False) -> Path:
     """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
 
     Creates it with mode 700 if missing, because cached data may be private. of_code: what lies there is run.
-    Raises OSError if that fails, and DataError if others may write to it, own a folder above it or, with
-    `of_code`, may write to one. Who may rename a folder can put one with other content in its place.
+    Raises OSError if that fails, and DataError if others may write to it: for data, but for those in a group
+    of this process; for code, nobody else, also to no folder above it, which they could exchange.
     """
     root = os.environ.get("PLSC_CACHE_DIR")
     if not root:
         root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
     folder = Path(root).expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for place in (*folder.absolute().parents, *folder.resolve().parents):
-        _check_own(place, not of_code or not _is_open(place))
+    for place in (*folder.absolute().parents, *folder.resolve().parents) if of_code else ():
+        _check_own(place, of_code)
     for part in ("", *parts):
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
-        _check_own(folder, not _is_open(folder, may_be_shared=not part))
+        _check_own(folder, of_code, may_be_shared=not part)
     return folder
 
 
-def _check_own(folder: Path, is_private: bool) -> None:
-    owners = {folder.stat().st_uid, folder.lstat().st_uid}
-    if not is_private or not owners <= {os.geteuid(), 0, _NOBODY}:
+def _check_own(folder: Path, of_code: bool, may_be_shared: bool = True) -> None:
+    """Raise DataError if others may write to a folder; to a shared one (sticky) they may only add."""
+    at, link = folder.stat(), folder.lstat()
+    is_known = _is_of_one_user(at.st_gid) if of_code else at.st_gid in (os.getegid(), *os.getgroups())
+    by_group = at.st_mode & stat.S_IWGRP and at.st_gid != 0 and not is_known
+    is_shared = may_be_shared and at.st_mode & stat.S_ISVTX
+    is_open = (at.st_mode & stat.S_IWOTH or by_group) and not is_shared
+    if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
         raise DataError(
             f"others may write to {folder}, or own it; set PLSC_CACHE_DIR to a folder where only you may"
         )
-
-
-def _is_open(folder: Path, may_be_shared: bool = True) -> bool:
-    """Return whether others may write to a folder; in a shared one (sticky), they can rename nothing."""
-    at = folder.stat()
-    by_group = at.st_mode & stat.S_IWGRP and at.st_gid != 0 and not _is_of_one_user(at.st_gid)
-    is_shared = may_be_shared and at.st_mode & stat.S_ISVTX
-    return bool(at.st_mode & stat.S_IWOTH or by_group) and not is_shared
 
 
 def _is_of_one_user(group: int) -> bool:

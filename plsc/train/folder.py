@@ -369,7 +369,7 @@ class _Version:
                 f"{self.local.child(BEST_NAME)} is missing, or names {name!r}, which does not exist; set the "
                 "path of a checkpoint"
             )
-        is_newer_there = name in there and remote_age > age
+        is_newer_there = name in there and remote_age >= age and there[name] != here.get(name)
         return (
             Path(self.local.child(name)) if name in here and not is_newer_there else None,
             self.remote.child(name) if self.remote is not None and name in there else None,

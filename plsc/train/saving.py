@@ -117,14 +117,24 @@ class Saver:
             on_main_rank(
                 run.world, f"look into {folder.store.shown}", partial(folder.check_newest, folder.store)
             )
-            # This run may have been killed before it had uploaded all. A new machine does not have its files.
-            doing, local = f"look into {folder.path}", Store(folder.path)
-            here = on_every_rank(run.world, doing, lambda: [*dict(checkpoints_of(local, folder.run_id))])
-            fetched = folder.path / self.last.name if self.last and folder.is_fetched else None
-            for path in (folder.path / name for name in here[0] if all(name in names for names in here)):
-                if path != fetched and not path.is_symlink():
-                    self._uploader.add(path)
+            for path in self._left_unsent(folder.store):
+                self._uploader.add(path)
         self.best = on_main_rank(run.world, f"look into {folder.path}", self._find_best)
+
+    def _left_unsent(self, store: Store) -> list[Path]:
+        """Return what this run had not uploaded when it was killed, unless it was continued elsewhere."""
+        world, folder = self._run.world, self.folder
+        if self.last is None or folder.is_fetched or self.last.resolve().parent != folder.path.resolve():
+            return []
+
+        def names(place: Store) -> list[str]:
+            return [name for name, _ in checkpoints_of(place, folder.run_id)]
+
+        sent = on_main_rank(world, f"look into {store.shown}", partial(names, store))
+        here = on_every_rank(world, f"look into {folder.path}", partial(names, Store(folder.path)))
+        # A new machine does not have the files of all. Nothing in the store is replaced.
+        left = [name for name in here[0] if name not in sent and all(name in one for one in here)]
+        return [folder.path / name for name in left if not (folder.path / name).is_symlink()]
 
     def check(self) -> None:
         """Raise CheckpointError, on all ranks, for state that cannot be saved; a collective."""

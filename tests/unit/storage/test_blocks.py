@@ -185,7 +185,7 @@ def test_a_cache_folder_of_another_user_or_group_is_not_used(cache, tmp_path, pr
     os.chown(tmp_path / prepared, *owner)
     (tmp_path / prepared).chmod(mode)
     with pytest.raises(DataError, match="others may write"):
-        cache_folder("blocks", "0")
+        cache_folder("blocks", "0", of_code=prepared == ".")
 
 
 def test_what_is_run_is_not_below_a_folder_that_others_may_write_to(cache, tmp_path):
