@@ -7,7 +7,6 @@ running statistics only once.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from plsc.errors import OptionError
 from plsc.models.base_model import ForwardWrapper
 from plsc.parallel.backbone import SampleDropout, SampleNumbers
-from plsc.storage.urls import cache_folder
+from plsc.storage.urls import own_folder
 from plsc.values import Input, first_tensor
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -136,14 +135,14 @@ class CompiledNetwork(nn.Module):
     def __init__(
         self, network: nn.Module, sizes: Collection[int], backend: str | Callable[..., Any] = "inductor"
     ) -> None:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes seconds
+
         super().__init__()
         self.network = network
         self._sizes = frozenset(sizes)
-        # By default inductor runs what it finds in a folder of /tmp that any user could have created. Some
-        # imports of torch have set the variable to it.
-        given = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torchinductor_"))
-        if given.name.startswith("torchinductor_"):
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder("inductor", of_code=True))
+        # inductor runs what it finds there, also if TORCHINDUCTOR_CACHE_DIR names another folder: by default
+        # it is one of /tmp, which any user could have created.
+        own_folder(Path(default_cache_dir()), "TMPDIR")
         # Only inductor has its own random numbers.
         options: Any = {"fallback_random": True} if backend == "inductor" else None
         compiled = torch.compile(network, dynamic=False, backend=backend, options=options)

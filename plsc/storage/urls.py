@@ -446,37 +446,43 @@ def with_timeout(call: Callable[[], Answer], silence: float, progress: Progress 
 # The cache folder.
 
 
-def cache_folder(*parts: str, of_code: bool = False) -> Path:
+def cache_folder(*parts: str) -> Path:
     """Return a folder below ``$PLSC_CACHE_DIR``, else ``$XDG_CACHE_HOME/plsc``, else ``~/.cache/plsc``.
 
-    Creates it with mode 700 if missing, because cached data may be private. of_code: what lies there is run.
-    Raises OSError if that fails, and DataError if others may write to it: for data, but for those in a group
-    of this process; for code, nobody else, also to no folder above it, which they could exchange.
+    Creates it with mode 700 if missing, because cached data may be private. Raises OSError if that fails, and
+    DataError if others may write to it who are in no group of this process.
     """
     root = os.environ.get("PLSC_CACHE_DIR")
     if not root:
         root = str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "plsc")
     folder = Path(root).expanduser()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for place in (*folder.absolute().parents, *folder.resolve().parents) if of_code else ():
-        _check_own(place, of_code)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     for part in ("", *parts):
         folder /= part
         folder.mkdir(mode=0o700, exist_ok=True)
-        _check_own(folder, of_code, may_be_shared=not part)
+        by_group = folder.stat().st_gid not in (os.getegid(), *os.getgroups())
+        _check_own(folder, "PLSC_CACHE_DIR", by_group, may_be_shared=not part)
     return folder
 
 
-def _check_own(folder: Path, of_code: bool, may_be_shared: bool = True) -> None:
-    """Raise DataError if others may write to a folder; to a shared one (sticky) they may only add."""
+def own_folder(folder: Path, variable: str) -> None:
+    """Create a folder of code that is run, with mode 700 if missing; variable: that names another one.
+
+    Raises DataError if others may write to it, or to a folder above it: they could exchange it.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in (folder, *folder.absolute().parents, *folder.resolve().parents):
+        _check_own(place, variable, not _is_of_one_user(place.stat().st_gid), may_be_shared=place != folder)
+
+
+def _check_own(folder: Path, variable: str, by_group: bool, may_be_shared: bool) -> None:
+    """Raise DataError if others, or its group, may write to a folder; to a sticky one they may add."""
     at, link = folder.stat(), folder.lstat()
-    is_known = _is_of_one_user(at.st_gid) if of_code else at.st_gid in (os.getegid(), *os.getgroups())
-    by_group = at.st_mode & stat.S_IWGRP and at.st_gid != 0 and not is_known
-    is_shared = may_be_shared and at.st_mode & stat.S_ISVTX
-    is_open = (at.st_mode & stat.S_IWOTH or by_group) and not is_shared
+    by_others = stat.S_IWOTH | (stat.S_IWGRP if by_group and at.st_gid != 0 else 0)
+    is_open = at.st_mode & by_others and not (may_be_shared and at.st_mode & stat.S_ISVTX)
     if is_open or not {at.st_uid, link.st_uid} <= {os.geteuid(), 0, _NOBODY}:
         raise DataError(
-            f"others may write to {folder}, or own it; set PLSC_CACHE_DIR to a folder where only you may"
+            f"others may write to {folder}, or own it; set {variable} to a folder where only you may"
         )
 
 

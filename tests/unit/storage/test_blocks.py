@@ -12,7 +12,7 @@ import pytest
 from plsc.errors import DataError
 from plsc.storage import blocks, urls
 from plsc.storage.blocks import BLOCK_BYTES, open_bytes
-from plsc.storage.urls import cache_folder, with_retries
+from plsc.storage.urls import cache_folder, own_folder, with_retries
 
 SIZE = 2 * BLOCK_BYTES + 12345
 CONTENT = np.random.default_rng(0).bytes(SIZE)
@@ -185,14 +185,14 @@ def test_a_cache_folder_of_another_user_or_group_is_not_used(cache, tmp_path, pr
     os.chown(tmp_path / prepared, *owner)
     (tmp_path / prepared).chmod(mode)
     with pytest.raises(DataError, match="others may write"):
-        cache_folder("blocks", "0", of_code=prepared == ".")
+        own_folder(cache, "X") if prepared == "." else cache_folder("blocks", "0")
 
 
 def test_what_is_run_is_not_below_a_folder_that_others_may_write_to(cache, tmp_path):
     tmp_path.chmod(0o777)
     assert cache_folder("blocks") == cache / "blocks"
     with pytest.raises(DataError, match="others may write"):
-        cache_folder("inductor", of_code=True)
+        own_folder(cache, "X")
 
 
 @pytest.mark.parametrize(("folder", "mode"), [(".", 0o777), ("blocks", 0o1777)])

@@ -1,13 +1,18 @@
 """Options of speed change a step by rounding alone, also two at a time; what excludes each other says so."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from plsc.data.batch import Batch, copied_in_side_stream
-from plsc.errors import OptionError
+from plsc.errors import DataError, OptionError
 from plsc.models import BaseModel, build_model
 from plsc.models.base_model import choose_memory_format
+from plsc.models.recomputation import CompiledNetwork
 from plsc.parallel.world import World
 from plsc.train.build import check_combinations
 from tests.images import write_dataset
@@ -34,9 +39,7 @@ class Tiny(BaseModel):
 
 @pytest.mark.slow
 def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PLSC_CACHE_DIR", str(tmp_path / "cache"))
-    shared = tmp_path / "torchinductor_me"  # any user could have created the default of torch
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     dataset = write_dataset(tmp_path / "set", classes=6, per_class=5)  # steps of 12, 12 and 6
     common = {
         "precision__mode": "bfloat16", "train__batch_size": 12,
@@ -56,8 +59,15 @@ def test_a_compiled_run_is_the_plain_one_and_resumes_to_the_bit(tmp_path, monkey
         [expected[step] for step in (1, 2, 3)], rel=1e-2
     )
     assert found != expected
-    assert list((tmp_path / "cache/inductor").iterdir())
-    assert not list(shared.glob("*"))
+
+
+def test_code_that_another_user_may_have_written_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = Path(default_cache_dir())
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    with pytest.raises(DataError, match="TMPDIR"):
+        CompiledNetwork(Tiny(), [4])
 
 
 def test_every_feature_map_and_gradient_stays_channels_last():
