@@ -213,12 +213,12 @@ def plan_kill(dice: random.Random, phase: str | None, has_files: bool) -> Facts:
 
 def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference: str, log: Path) -> None:
     """Kill one run in each phase of the list, removing it, until the run is complete."""
-    here, there, is_complete = None, None, False
+    here = there = is_complete = None
     published: Counter[str] = Counter()  # the highest step of a save and of an upload
     while not is_complete:
         job["plan"] = plan_kill(dice, phases[0], bool(job["files"])) if phases else None
-        is_same = here and there and Path(here).name == Path(there).name
-        job["load"] = there if is_same and dice.random() < 0.5 else here
+        is_same = Path(here or "").name == Path(there or "").name
+        job["load"] = there if there and is_same and dice.random() < 0.5 else here
         is_complete, journal = launch(job)
         for line in journal:
             if line["event"] == "end":

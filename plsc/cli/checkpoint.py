@@ -49,12 +49,13 @@ def _training_from(checkpoint: str, saved: Mapping[str, Any]) -> str:
     words, left = ["plsc", "train", "--model.pretrained", checkpoint], []
     for spec in all_options():
         value, default = saved.get(spec.group, {}).get(spec.name), spec.default
-        is_wanted = spec.decides == "model" or spec.group == "head" or spec.path == "data.dataset_dir"
+        is_data = spec.path in ("data.dataset_dir", "data.format_arguments")
+        is_wanted = spec.decides == "model" or spec.group == "head" or is_data
         is_default = value in (None, list(default) if isinstance(default, tuple) else default)
         if not is_wanted or is_default or spec.path == "head.class_num":
             continue
         text = value if isinstance(value, str) else json.dumps(value)
-        is_code = names_code(value) and spec.path != "data.dataset_dir"
+        is_code = names_code(value) and not is_data
         if is_code or not text.isprintable():  # people run what is printed here
             left.append(spec.path)
         elif spec.kind is bool:

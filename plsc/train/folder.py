@@ -275,7 +275,8 @@ class RunFolder:
         locks.enter_context(FolderLock(self.path, {"launches": self._launches}))
         folder = Store(self.path)
         _clean(folder)
-        self.check_newest(folder)
+        if self._world.is_main:  # the disks of other machines were not asked before either
+            self.check_newest(folder)
         first = 0 if self.checkpoint is None else self.checkpoint[1].epoch
         # Fail now, not after an epoch of training. Existing names are checked, not all epochs: a run limited
         # by train.steps may have billions.
