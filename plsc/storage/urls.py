@@ -350,9 +350,6 @@ def exists(location: str) -> bool:
     return with_retries(look, f"{shown(location)} cannot be looked up")
 
 
-# Retries.
-
-
 def with_retries(
     call: Callable[[], Answer], what: str, *, attempts: int = 6, total_seconds: float = 60.0
 ) -> Answer:
@@ -441,9 +438,6 @@ def with_timeout(call: Callable[[], Answer], silence: float, progress: Progress 
         if time.monotonic() - progress.last > silence:
             raise TimeoutError(f"no answer for {silence:g} s")
     return outcome.result()
-
-
-# The cache folder.
 
 
 def cache_folder(*parts: str) -> Path:

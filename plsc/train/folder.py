@@ -186,10 +186,15 @@ class RunFolder:
     def _visible_to_all(self, folder: Path | None, url: str | None) -> Path:
         """Return the folder that rank 0 found if every rank sees it, else a local copy from the store."""
         world = self._world
-        if folder is not None and all(
-            on_every_rank(world, f"read {folder}", (folder / MANIFEST_NAME).is_file)
-        ):
-            return folder
+        if folder is not None:
+            # A machine may have the files of its own ranks alone.
+            listed = on_every_rank(world, f"read {folder}", Store(folder).names)
+            if all(names == listed[0] for names in listed):
+                return folder
+            remote = self._version("" if folder.parent == self._top else folder.parent.name).remote
+            if url is None and remote is not None:  # killed before it was uploaded
+                url = on_main_rank(world, f"reach {remote.shown}", partial(_newest_at, remote.url))
+                self._locations = {url}
         if url is None:
             raise CheckpointError(
                 f"not all ranks can read {folder}, where rank 0 found the checkpoint; save to a folder that "
@@ -234,8 +239,9 @@ class RunFolder:
         versions = self._versions()
         for version in versions:
             name = version.name_of(self._locations)
-            is_resumed = name and resumed and not new_version and version.continues(resumed)
-            if version.name == self._interrupted or (self._interrupted is None and is_resumed):
+            continues = name and resumed and version.continues(resumed)
+            is_interrupted = version.name == self._interrupted and (continues or not name)
+            if is_interrupted or (self._interrupted is None and continues and not new_version):
                 return *version.places, run_id if name and run_id else fresh, name, ""
         taken = [store.shown for version in versions for store in version.stores if checkpoints_in(store)]
         if not taken and not new_version:
