@@ -404,7 +404,7 @@ def write_page(path: str | Path, title: str, summary: Sequence[str], parts: Sequ
 
 
 def _text(text: str) -> str:
-    return html.escape(printable(text))
+    return html.escape(printable(shown(text)))
 
 
 def _part(part: Part) -> Iterator[str]:
@@ -430,12 +430,12 @@ def _part(part: Part) -> Iterator[str]:
 
 
 def _picture(source: Source, index: int) -> str:
-    name = printable(source.name(index))
+    name = _text(source.name(index))
     picture = thumbnail(source, index, _SIDE)
-    shown = "<span>cannot be decoded</span>"
+    image = "<span>cannot be decoded</span>"
     if picture is not None:
         file = io.BytesIO()
         picture.save(file, "jpeg", quality=85)
         data = base64.b64encode(file.getvalue()).decode()
-        shown = f'<img src="data:image/jpeg;base64,{data}" alt="{html.escape(name)}">'
-    return f'<li title="{html.escape(name)}"><div>{shown}</div>{html.escape(name)}</li>\n'
+        image = f'<img src="data:image/jpeg;base64,{data}" alt="{name}">'
+    return f'<li title="{name}"><div>{image}</div>{name}</li>\n'

@@ -301,6 +301,7 @@ class RunFolder:
         store = Store(url, total_seconds=START_SECONDS, silence=START_SECONDS)
         if self._world.is_main:
             store.make_folder()
+            self.check_newest(store)  # before the store is taken over, and again afterwards
         else:
             store.exists()
         return Store(url, total_seconds=_RETRY_SECONDS)
@@ -358,7 +359,7 @@ class _Version:
     def find(self, wanted: str) -> tuple[Path | None, str | None] | None:
         """Return path and URL of the last or best checkpoint of a run, as far as it is there; None if not."""
         # In a store that was deleted, nothing is taken from what was uploaded to it.
-        is_gone = self.is_cache and self.remote is not None and not self.remote.exists(OWNER_NAME)
+        is_gone = self.is_cache and self.remote is not None and self.remote.size(OWNER_NAME) is None
         here = {} if is_gone else dict(checkpoints_in(self.local))
         there = {} if self.remote is None else dict(checkpoints_in(self.remote))
         if not here and not there:

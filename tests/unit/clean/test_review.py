@@ -149,6 +149,9 @@ def test_names_and_strings_are_shown_as_text(tmp_path):
     assert pages[0].attributes == pages[1].attributes
     assert pages[1].images[0]["alt"] == SHOWN.removesuffix("\\n") + ".png (label.txt:1)"
     assert sum(SHOWN in one for one in pages[1].texts) == 7  # the title is there twice
+    url = "https://host/7.png?sig=SECRET"
+    write_page(tmp_path / "page.html", url, [url], parts_of(open_source(folder), url))
+    assert "SECRET" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_pictures_are_small_and_in_the_file_and_a_broken_one_is_named(tmp_path):
