@@ -406,8 +406,9 @@ def push(source: str, url: str) -> list[str]:
     there = dict(checkpoints_in(store))
     inside = list_checkpoints(folder)
     chosen = [path for path, manifest in inside if there.get(path.name) != manifest]
-    if not inside:
-        chosen = [folder.resolve()]
+    if there.keys() & {path.name for path in chosen}:
+        raise CheckpointError(f"{store.shown} has others of the names in {folder}; push one to replace it")
+    chosen = chosen if inside else [folder.resolve()]
     for path in chosen:
         manifest = verify(path)
         upload(path, store, manifest, sorted(manifest.files), World.single())

@@ -235,6 +235,9 @@ def test_push_uploads_missing_checkpoints_and_completes_partial_ones(url, tmp_pa
     assert push(str(tmp_path / "run"), url) == ["2", "3"]
     assert push(str(tmp_path / "run"), url) == []
     assert push(str(tmp_path / "run" / "1"), url) == ["1"]
+    save(tmp_path / "other", "2", 5)
+    with pytest.raises(CheckpointError, match="others of the names"):
+        push(str(tmp_path / "other"), url)
     assert [manifest.step for _, manifest in checkpoints_in(store)] == [1, 2, 3]
 
 
