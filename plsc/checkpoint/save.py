@@ -303,7 +303,7 @@ def prune(
     with other files are unchanged. If the process is killed, no partial checkpoint keeps a published name.
     Raises DataError if one cannot be deleted.
     """
-    own = checkpoints_of(store, run_id)
+    own = _of_run(store, run_id)
     stay = {*retention.kept(own), *protect}
     doomed = [
         name
@@ -324,11 +324,10 @@ def prune(
 
 def best_in(store: Store, retention: Retention, run_id: str) -> tuple[str, float] | None:
     """Return name and value of a run's best checkpoint; None if none has the metric."""
-    return next(iter(retention.ranking(checkpoints_of(store, run_id))), None)
+    return next(iter(retention.ranking(_of_run(store, run_id))), None)
 
 
-def checkpoints_of(store: Store, run_id: str) -> list[tuple[str, Manifest]]:
-    """Return what `checkpoints_in` does, of one run."""
+def _of_run(store: Store, run_id: str) -> list[tuple[str, Manifest]]:
     return [(name, manifest) for name, manifest in checkpoints_in(store) if manifest.run_id == run_id]
 
 

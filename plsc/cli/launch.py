@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,10 @@ def run_launch(
         more["signals_to_handle"] = ",".join(number.name for number in stop_signals(signal.SIGQUIT))
     rank_process = ["-I", "-S", str(_RANK_PROCESS), str(os.getpid()), "both" if log_dir else "apart"]
     command = [*rank_process, sys.executable, "-u", *(["-m"] if m else []), *script]
-    with tempfile.TemporaryDirectory(prefix=LAUNCH_PREFIX) as errors, _kept(errors):
+    with tempfile.TemporaryDirectory(prefix=LAUNCH_PREFIX) as errors, contextlib.ExitStack() as stack:
+        opened = os.open(errors, os.O_RDONLY)
+        stack.callback(os.close, opened)
+        fcntl.flock(opened, fcntl.LOCK_SH)  # systemd does not clean it after ten days
         config = LaunchConfig(
             min_nodes=nodes[0],
             max_nodes=nodes[1],
@@ -97,17 +100,6 @@ def run_launch(
             **more,
         )
         _run_ranks(config, command, own_restarts, logs)
-
-
-@contextlib.contextmanager
-def _kept(folder: str) -> Iterator[None]:
-    """Lock a folder of /tmp, so that systemd does not clean it after ten days, while the ranks need it."""
-    opened = os.open(folder, os.O_RDONLY)
-    fcntl.flock(opened, fcntl.LOCK_SH)
-    try:
-        yield
-    finally:
-        os.close(opened)
 
 
 def _set_variables(nodes: tuple[int, int], log_dir: str | None) -> None:

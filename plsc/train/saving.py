@@ -37,11 +37,12 @@ from plsc.checkpoint.manifest import (
     STATISTICS,
     HeadInfo,
     Role,
+    checkpoints_in,
     parse_manifest,
 )
 from plsc.checkpoint.remote import Uploader
 from plsc.checkpoint.rollback import mark_of
-from plsc.checkpoint.save import best_in, checkpoints_of, class_name_tensors, info_of, prune
+from plsc.checkpoint.save import best_in, class_name_tensors, info_of, prune
 from plsc.checkpoint.weights_file import WeightsFile
 from plsc.config.option import names_code
 from plsc.data.batch import LIST_NAME
@@ -128,7 +129,8 @@ class Saver:
             return []
 
         def names(place: Store) -> list[str]:
-            return [name for name, _ in checkpoints_of(place, folder.run_id)]
+            there = checkpoints_in(place)  # what is resumed may be from before runs had ids
+            return [name for name, one in there if one.run_id == folder.run_id or name == folder.resumed]
 
         sent = on_main_rank(world, f"look into {store.shown}", partial(names, store))
         here = on_every_rank(world, f"look into {folder.path}", partial(names, Store(folder.path)))
