@@ -235,7 +235,7 @@ def disturb(job: Facts, dice: random.Random, phases: list[str | None], reference
             phases.pop(0)
             kill = next(line for line in journal if line["event"] == "kill")
             facts |= {"load": job["load"], **job["plan"], "in_phases": kill["phases"]}
-        Path(job["journal"]).unlink()
+        Path(job["journal"]).unlink(missing_ok=True)  # a run that was complete has no phase
         with log.open("a") as file:
             file.write(json.dumps({**facts, "problems": problems}) + "\n")
         print({**facts, "problems": problems}, flush=True)
